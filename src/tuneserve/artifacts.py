@@ -1,0 +1,248 @@
+"""The artifact store: folders named by what made them, real only once their manifest is there.
+
+A stage writes into a draft. Committing a draft hashes and fsyncs every file, writes `manifest.json` last and
+renames the folder to its id. So a crash at any moment leaves either a whole artifact or none; a folder
+without a manifest is not an artifact. A hit is used only after its files were checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tuneserve.errors import InputError
+
+log = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+_HASH_BLOCK_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A finished artifact: `path` holds its files, `manifest` says how it came to be."""
+
+    id: str
+    path: Path
+    manifest: Mapping[str, Any] = field(repr=False)
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """What the stage measured."""
+        return dict(self.manifest["metrics"])
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A folder being filled. `work` survives a killed attempt, so that the next one can resume."""
+
+    id: str
+    path: Path
+    work: Path
+
+
+def artifact_id(stage: str, key: Mapping[str, Any]) -> str:
+    """The id that `key` gives an artifact of `stage`: the stage's name and 16 hex digits of a SHA-256."""
+    text = json.dumps(
+        {"stage": stage, **key}, sort_keys=True, separators=(",", ":"), allow_nan=False
+    )
+    return f"{stage}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hex."""
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as stream:
+        while block := stream.read(_HASH_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def write_json_atomic(path: Path, data: Any) -> None:
+    """Write JSON under a provisional name, fsync, rename: readers see the old file or the new one."""
+    provisional = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with provisional.open("w", encoding="utf-8") as stream:
+            json.dump(data, stream, indent=1, sort_keys=True, allow_nan=False)
+            stream.write("\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+        provisional.replace(path)
+    except BaseException:
+        provisional.unlink(missing_ok=True)
+        raise
+    fsync_directory(path.parent)
+
+
+def fsync_directory(path: Path) -> None:
+    """Make renames inside `path` durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class Store:
+    """Artifacts in one local folder, shared safely by several processes."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def find(self, id: str, *, rehash: bool = False) -> Artifact | None:
+        """The artifact if it is there and whole, else None.
+
+        Sizes and modification times are always compared; a file's hash wherever these differ, or for every
+        file with `rehash`. A damaged artifact is set aside, said so, and counts as absent.
+        """
+        path = self.root / id
+        try:
+            manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            self._set_aside(id, f"its manifest cannot be read ({error})")
+            return None
+        damage = _damage(path, manifest, rehash=rehash)
+        if damage:
+            self._set_aside(id, damage)
+            return None
+        return Artifact(id, path, manifest)
+
+    def get(self, id: str) -> Artifact:
+        """The artifact named by a full id or by a unique beginning of one.
+
+        Raises:
+            InputError: There is none, several begin so, or it is damaged.
+        """
+        matches = [id] if (self.root / id / MANIFEST).is_file() else []
+        if not matches and self.root.is_dir():
+            matches = sorted(a.name for a in self.root.glob(f"{id}*") if (a / MANIFEST).is_file())
+        if len(matches) != 1:
+            found = (
+                f"{len(matches)} artifacts begin so: {', '.join(matches[:5])}"
+                if matches
+                else "there is none"
+            )
+            raise InputError(
+                f"artifact {id!r}: {found}",
+                expected=f"an artifact id in {self.root}",
+                hint="`tuneserve status` lists what is serving; the store's folders are the ids",
+            )
+        artifact = self.find(matches[0])
+        if artifact is None:
+            raise InputError(
+                f"artifact {id!r} is damaged and was set aside",
+                hint="run the stage that made it again",
+            )
+        return artifact
+
+    def all(self) -> list[Artifact]:
+        """Every whole artifact, oldest first; files are not re-checked."""
+        found = []
+        for path in self.root.glob(f"*/{MANIFEST}"):
+            if path.parent.name.startswith("."):
+                continue
+            with contextlib.suppress(OSError, ValueError):
+                found.append(Artifact(path.parent.name, path.parent, json.loads(path.read_text())))
+        return sorted(found, key=lambda a: str(a.manifest.get("finished")))
+
+    @contextlib.contextmanager
+    def lock(self, id: str) -> Iterator[None]:
+        """Hold the right to make artifact `id`; a second process waits. The lock ends with its holder."""
+        folder = self.root / ".locks"
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / f"{id}.lock").open("a+") as stream:
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                stream.seek(0)
+                log.info("waiting: process %s is making %s", stream.read().strip() or "?", id)
+                fcntl.flock(stream, fcntl.LOCK_EX)
+            stream.seek(0)
+            stream.truncate()
+            stream.write(str(os.getpid()))
+            stream.flush()
+            yield
+
+    @contextlib.contextmanager
+    def draft(self, id: str) -> Iterator[Draft]:
+        """An empty folder for artifact `id`; removed again when the body raises. Hold `lock(id)`."""
+        draft = Draft(id, self.root / ".drafts" / id, self.root / ".work" / id)
+        shutil.rmtree(draft.path, ignore_errors=True)  # left by an attempt that was killed
+        draft.path.mkdir(parents=True)
+        draft.work.mkdir(parents=True, exist_ok=True)
+        try:
+            yield draft
+        finally:
+            shutil.rmtree(draft.path, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                draft.work.rmdir()  # only when nothing in it is worth resuming from
+
+    def commit(self, draft: Draft, stage: str, facts: Mapping[str, Any]) -> Artifact:
+        """Turn a filled draft into artifact `draft.id`.
+
+        Args:
+            draft: From `draft()`, filled.
+            stage: The stage that filled it.
+            facts: key, inputs, config, versions, metrics, started, finished, seconds: what the manifest keeps.
+        """
+        files = [_entry(draft.path, p) for p in sorted(draft.path.rglob("*")) if p.is_file()]
+        for folder in sorted((p for p in draft.path.rglob("*") if p.is_dir()), reverse=True):
+            fsync_directory(folder)
+        manifest = {"format": FORMAT, "id": draft.id, "stage": stage, "files": files, **facts}
+        write_json_atomic(draft.path / MANIFEST, manifest)
+        final = self.root / draft.id
+        draft.path.rename(final)
+        fsync_directory(self.root)
+        shutil.rmtree(draft.work, ignore_errors=True)
+        return Artifact(draft.id, final, manifest)
+
+    def _set_aside(self, id: str, why: str) -> None:
+        trash = self.root / ".damaged" / f"{id}-{time.time_ns()}"
+        trash.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # another process was faster
+            (self.root / id).rename(trash)
+        log.warning("artifact %s is damaged (%s): set aside, it will be made again", id, why)
+
+
+def _entry(root: Path, path: Path) -> dict[str, Any]:
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
+    stat = path.stat()
+    return {
+        "path": path.relative_to(root).as_posix(),
+        "size": stat.st_size,
+        "mtime_ns": stat.st_mtime_ns,
+        "sha256": file_sha256(path),
+    }
+
+
+def _damage(root: Path, manifest: Mapping[str, Any], *, rehash: bool) -> str:
+    """What is wrong with the files of an artifact; empty when nothing is."""
+    if manifest.get("format") != FORMAT:
+        return f"its format is {manifest.get('format')!r}, not {FORMAT}"
+    for entry in manifest["files"]:
+        path = root / entry["path"]
+        try:
+            stat = path.stat()
+        except OSError:
+            return f"{entry['path']} is missing"
+        if stat.st_size != entry["size"]:
+            return f"{entry['path']} has {stat.st_size} bytes, not {entry['size']}"
+        if (rehash or stat.st_mtime_ns != entry["mtime_ns"]) and file_sha256(path) != entry[
+            "sha256"
+        ]:
+            return f"the bytes of {entry['path']} changed"
+    return ""

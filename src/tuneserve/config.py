@@ -1,0 +1,490 @@
+"""The run file: one frozen model of everything that varies from run to run.
+
+What varies per machine lives in `deploy/`; what a file format fixes is a constant beside that format's code;
+secrets live in the environment and are named here, never held (`serve.api_key_env`).
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from tuneserve.errors import RunFileError
+
+_SIZE_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+
+
+def parse_size(value: Any) -> Any:
+    """Read a byte count such as ``24GiB``, ``700 MiB`` or ``1000000``; other types pass through unchanged."""
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+    if not match or match.group(2).upper() not in _SIZE_UNITS:
+        raise ValueError(
+            f"{value!r} is not a size; write it like 24GiB, 700MiB or a number of bytes"
+        )
+    return int(float(match.group(1)) * _SIZE_UNITS[match.group(2).upper()])
+
+
+Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
+
+
+class Section(BaseModel):
+    """A part of the run file: frozen, and a field it does not know is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelSection(Section):
+    """Which base model to tune."""
+
+    base: str = Field(
+        description="Hub id (org/name), a directory with a model, or builtin:smollm2-135m.",
+        min_length=1,
+    )
+    revision: str | None = Field(
+        None, description="Commit or tag of the hub repository; a directory has none."
+    )
+    chat_template: str | None = Field(
+        None,
+        description="A Jinja file whose template replaces the tokenizer's own, in training and in serving.",
+    )
+    trust_remote_code: bool = Field(
+        False,
+        description="Run Python code that comes with the model. Off unless you have read that code.",
+    )
+
+
+class DataSection(Section):
+    """Which conversations to train on, and what to refuse."""
+
+    train: list[str] = Field(
+        description="Files, folders or globs with training conversations (JSONL, JSON, CSV, Parquet).",
+        min_length=1,
+    )
+    eval: list[str] = Field(
+        default_factory=list,
+        description="Files with held-out conversations; empty: split from train.",
+    )
+    eval_fraction: float = Field(
+        0.1,
+        ge=0,
+        lt=1,
+        description="Share of conversations held out when `eval` is empty; 0 trains without.",
+    )
+    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion"] = Field(
+        "auto", description="Row format; auto decides per file and reports what it found."
+    )
+    max_length: int = Field(1024, ge=8, description="Longest row in tokens; see too_long.")
+    too_long: Literal["drop", "truncate", "error"] = Field(
+        "drop",
+        description="What happens to rows over max_length: leave out, cut at the end, or stop.",
+    )
+    max_rejected: float = Field(
+        0.02,
+        ge=0,
+        le=1,
+        description="Largest share of rejected rows (a fraction) before the run stops.",
+    )
+    control_tokens: Literal["reject", "neutralize"] = Field(
+        "reject",
+        description="Rows whose text contains the tokenizer's control tokens: reject, or defuse the text.",
+    )
+    drop_duplicates: bool = Field(
+        True, description="Leave out conversations that occur twice after normalization."
+    )
+    system: str | None = Field(
+        None,
+        description="System prompt for conversations that have none; unset leaves them to the template.",
+    )
+    seed: int = Field(0, ge=0, description="Seed of the train/eval split.")
+
+    @field_validator("train", "eval", mode="before")
+    @classmethod
+    def _one_path(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+
+class LoraSection(Section):
+    """The adapter."""
+
+    r: int = Field(16, ge=1, description="Rank.")
+    alpha: float = Field(
+        32, gt=0, description="Scale numerator: the update is scaled by alpha / r."
+    )
+    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the adapter's input.")
+    target_modules: list[str] | Literal["all-linear"] = Field(
+        "all-linear", description="Names of the linear layers that get an adapter, or all-linear."
+    )
+    use_rslora: bool = Field(False, description="Scale by alpha / sqrt(r) instead of alpha / r.")
+    use_dora: bool = Field(False, description="Train DoRA magnitudes as well.")
+    modules_to_save: list[str] = Field(
+        default_factory=list,
+        description="Modules trained whole, for example embed_tokens and lm_head.",
+    )
+
+
+class TrainSection(Section):
+    """How to train."""
+
+    method: Literal["qlora", "lora"] = Field(
+        "qlora", description="qlora: base in NF4 with double quantization; lora: base in 16 bits."
+    )
+    lora: LoraSection = Field(default_factory=LoraSection, description="The adapter's shape.")
+    epochs: float = Field(
+        1.0, gt=0, description="Passes over the training rows; ignored when max_steps is set."
+    )
+    max_steps: int | None = Field(None, ge=1, description="Optimizer steps; overrides epochs.")
+    effective_batch: int = Field(
+        16, ge=1, description="Rows per optimizer step (micro-batch x accumulation)."
+    )
+    micro_batch: int | Literal["auto"] = Field(
+        "auto", description="Rows per forward pass; auto takes the largest that the plan says fits."
+    )
+    learning_rate: float = Field(2e-4, gt=0, description="Peak learning rate.")
+    lr_scheduler: Literal["cosine", "linear", "constant"] = Field(
+        "cosine", description="Learning-rate schedule."
+    )
+    warmup_fraction: float = Field(
+        0.05, ge=0, le=1, description="Share of the steps spent warming up."
+    )
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay.")
+    max_grad_norm: float = Field(
+        1.0, gt=0, description="Gradient norm above which gradients are clipped."
+    )
+    optimizer: Literal["adamw_8bit", "paged_adamw_8bit", "adamw_torch"] = Field(
+        "adamw_8bit", description="Optimizer of the adapter's parameters."
+    )
+    gradient_checkpointing: bool = Field(
+        True, description="Recompute activations: less memory, more time."
+    )
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = Field(
+        "sdpa", description="Attention kernel."
+    )
+    eval_steps: int | None = Field(
+        None, ge=1, description="Evaluate every N steps; unset: at the end only."
+    )
+    save_steps: int = Field(
+        50, ge=1, description="Write a checkpoint every N steps; a retry resumes there."
+    )
+    report_to: list[Literal["tensorboard", "mlflow", "wandb"]] = Field(
+        default_factory=list, description="Experiment trackers of the transformers Trainer."
+    )
+    target_utilization: float = Field(
+        0.88, gt=0, le=1, description="Share of the GPU's memory that the plan may fill."
+    )
+    seed: int = Field(0, ge=0, description="Seed of adapter weights and row order.")
+
+    @model_validator(mode="after")
+    def _batches_divide(self) -> TrainSection:
+        if isinstance(self.micro_batch, int) and self.effective_batch % self.micro_batch:
+            raise ValueError(
+                f"effective_batch {self.effective_batch} is not a multiple of micro_batch {self.micro_batch}"
+            )
+        return self
+
+
+class MergeSection(Section):
+    """How the adapter goes into the base."""
+
+    base: Literal["auto", "original", "nf4"] = Field(
+        "auto",
+        description="Onto the original 16-bit weights, the dequantized NF4 weights that training saw, or whichever "
+        "has the lower held-out loss.",
+    )
+    max_memory: Size = Field(
+        700 * 2**20, description="Memory the merge may use, torch included, in bytes or 700MiB."
+    )
+
+
+class QuantizeSection(Section):
+    """The 4-bit export."""
+
+    methods: list[Literal["gptq", "awq", "none"]] = Field(
+        default_factory=lambda: ["gptq"],
+        min_length=1,
+        description="Ladder of exports: the next is tried when one is refused; none serves the 16-bit model.",
+    )
+    bits: Literal[4] = Field(4, description="Bits per weight.")
+    group_size: int = Field(
+        128, description="Weights per scale: 32, 64, 128 or -1 for one per row."
+    )
+    calibration_rows: int = Field(256, ge=1, description="Training rows used for calibration.")
+    calibration_max_tokens: int = Field(
+        512, ge=16, description="Calibration rows are cut to this many tokens."
+    )
+    min_calibration_tokens: int = Field(
+        1024, ge=1, description="Fewer real calibration tokens than this: stop."
+    )
+    allow_fallback: bool = Field(
+        False, description="Accept round-to-nearest for modules that calibration barely reached."
+    )
+
+    @field_validator("group_size")
+    @classmethod
+    def _known_group(cls, value: int) -> int:
+        if value not in (-1, 32, 64, 128):
+            raise ValueError(f"{value} is not served by vLLM; use 32, 64, 128 or -1")
+        return value
+
+
+class GatesSection(Section):
+    """When a candidate may be promoted. Losses are mean nats per supervised token on held-out rows."""
+
+    enabled: bool = Field(
+        True, description="Judge the candidate on held-out rows before it is promoted."
+    )
+    max_loss_over_merged: float = Field(
+        0.15,
+        ge=0,
+        description="Largest relative rise of the served model's loss over the merged model's.",
+    )
+    must_beat_base: bool = Field(
+        True, description="The served model's loss must be below the base model's."
+    )
+    parity_chats: int = Field(
+        8, ge=1, description="Held-out chats whose token ids the server must reproduce."
+    )
+    eval_rows: int = Field(64, ge=1, description="Most held-out rows that losses are measured on.")
+
+
+class ServeSection(Section):
+    """The endpoint."""
+
+    name: str = Field(
+        "default", pattern=r"^[a-z0-9][a-z0-9-]{0,31}$", description="Served name; also /NAME/v1."
+    )
+    host: str = Field(
+        "127.0.0.1", description="Address the gateway listens on; other than loopback needs a key."
+    )
+    port: int = Field(8080, ge=1, le=65535, description="Port of the gateway.")
+    api_key_env: str | None = Field(
+        None,
+        description="Environment variable that holds the API key clients must send; the key itself never here.",
+    )
+    max_model_len: int | None = Field(
+        None,
+        ge=16,
+        description="Longest prompt plus answer in tokens; unset: what the plan and model allow.",
+    )
+    rollout: Literal["blue_green", "hold"] = Field(
+        "blue_green",
+        description="Start the candidate beside the champion, or stop first while requests wait.",
+    )
+    while_training: Literal["share", "stop"] = Field(
+        "share", description="What the serving model does while a retrain uses the same card."
+    )
+    max_concurrent_chats: int = Field(
+        8, ge=1, description="Chats of full length that the KV cache has room for."
+    )
+    ready_timeout_seconds: int = Field(
+        900, ge=10, description="How long a server may take to become ready."
+    )
+    drain_timeout_seconds: int = Field(
+        120, ge=0, description="How long running answers may take at a switch."
+    )
+    temperature: float | None = Field(
+        None, ge=0, description="Default sampling temperature; unset: the model's own."
+    )
+    top_p: float | None = Field(
+        None, gt=0, le=1, description="Default nucleus mass; unset: the model's own."
+    )
+    tool_parser: str | None = Field(
+        None, description="vLLM tool-call parser, needed when the data has tool calls."
+    )
+
+
+class EngineSection(Section):
+    """The interpreter of one stage."""
+
+    python: str | None = Field(
+        None, description="Python interpreter for the stage; unset: the one running now."
+    )
+
+
+class EnginesSection(Section):
+    """Stages can live in other environments."""
+
+    data: EngineSection = Field(default_factory=EngineSection, description="For validate.")
+    train: EngineSection = Field(default_factory=EngineSection, description="For train.")
+    evaluate: EngineSection = Field(default_factory=EngineSection, description="For evaluate.")
+    merge: EngineSection = Field(default_factory=EngineSection, description="For merge.")
+    quantize: EngineSection = Field(default_factory=EngineSection, description="For quantize.")
+    serve: EngineSection = Field(default_factory=EngineSection, description="For vLLM.")
+
+
+class StoreSection(Section):
+    """Where artifacts are kept."""
+
+    root: str | None = Field(
+        None, description="Folder of the artifact store; unset: TUNESERVE_HOME/store."
+    )
+
+
+class RunFile(Section):
+    """One run: data and base in, endpoint out."""
+
+    name: str = Field(
+        pattern=r"^[a-z0-9][a-z0-9-]{0,62}$", description="Name of the run, lower case with dashes."
+    )
+    model: ModelSection = Field(description="The base model.")
+    data: DataSection = Field(description="The conversations.")
+    train: TrainSection = Field(default_factory=TrainSection, description="Training.")
+    merge: MergeSection = Field(default_factory=MergeSection, description="Merging.")
+    quantize: QuantizeSection = Field(default_factory=QuantizeSection, description="4-bit export.")
+    gates: GatesSection = Field(default_factory=GatesSection, description="Promotion gates.")
+    serve: ServeSection = Field(default_factory=ServeSection, description="Serving.")
+    engines: EnginesSection = Field(
+        default_factory=EnginesSection, description="Interpreters per stage."
+    )
+    store: StoreSection = Field(default_factory=StoreSection, description="Artifact store.")
+
+
+def load_run_file(path: Path) -> RunFile:
+    """Read and check a run file; relative paths in it are taken from the run file's folder.
+
+    Raises:
+        RunFileError: The file is missing, not YAML, or one or more fields are wrong (all of them are listed).
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise RunFileError(
+            f"{path}: cannot be read ({error.strerror})",
+            expected="a YAML run file",
+            hint="check the path, or write one with `tuneserve init`",
+        ) from error
+    except UnicodeDecodeError as error:
+        raise RunFileError(
+            f"{path}: byte {error.start} is not UTF-8", hint="save the file as UTF-8"
+        ) from error
+    try:
+        data = yaml.load(text, Loader=_StrictLoader)  # a SafeLoader that also refuses repeated keys
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
+        raise RunFileError(
+            f"{where}: {getattr(error, 'problem', None) or error}",
+            expected="valid YAML",
+            hint="mend the line named",
+        ) from error
+    if not isinstance(data, dict):
+        raise RunFileError(
+            f"{path}: holds {type(data).__name__}",
+            expected="a mapping with name, model and data",
+            hint="see README",
+        )
+    return parse_run(data, source=str(path), folder=path.resolve().parent)
+
+
+def parse_run(data: dict[str, Any], *, source: str = "run", folder: Path | None = None) -> RunFile:
+    """Check a run given as a mapping.
+
+    Args:
+        data: The mapping, as read from YAML.
+        source: What error messages call it.
+        folder: Relative paths are made absolute from here; None leaves them as they are.
+
+    Raises:
+        RunFileError: Lists every wrong field with its path.
+    """
+    try:
+        run = RunFile.model_validate(data)
+    except ValidationError as error:
+        problems = [f"{_field_path(item['loc'])}: {_problem(item)}" for item in error.errors()]
+        count = (
+            f"{len(problems)} field is wrong"
+            if len(problems) == 1
+            else f"{len(problems)} fields are wrong"
+        )
+        raise RunFileError(
+            f"{source}: {count}\n  " + "\n  ".join(problems),
+            hint="mend the fields named; `tuneserve init` writes a run file with every field described",
+            details={"fields": [_field_path(item["loc"]) for item in error.errors()]},
+        ) from error
+    return run if folder is None else _absolute(run, folder)
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """SafeLoader that refuses a repeated key, which YAML readers otherwise resolve silently to the last."""
+
+
+def _strict_mapping(
+    loader: _StrictLoader, node: yaml.MappingNode, deep: bool = False
+) -> dict[Any, Any]:
+    seen: set[str] = set()
+    for key_node, _ in node.value:
+        if key_node.value in seen:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"the key {key_node.value!r} occurs twice", key_node.start_mark
+            )
+        if isinstance(key_node.value, str):
+            seen.add(key_node.value)
+    return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
+
+
+_StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _strict_mapping)
+
+
+def _field_path(loc: tuple[int | str, ...]) -> str:
+    return ".".join(str(part) for part in loc) or "(top)"
+
+
+def _problem(item: Any) -> str:
+    if item["type"] == "extra_forbidden":
+        return "there is no such field"
+    if item["type"] == "missing":
+        return "is missing"
+    return f"{item['msg'].removeprefix('Value error, ')} (found {item['input']!r})"
+
+
+def _absolute(run: RunFile, folder: Path) -> RunFile:
+    def place(path: str) -> str:
+        return path if "://" in path or Path(path).is_absolute() else str(folder / path)
+
+    base = run.model.base
+    # A hub id (org/name) looks like a relative path: it is one only when that folder exists.
+    if base.startswith(("./", "../")) or (
+        not base.startswith("builtin:") and (folder / base).is_dir()
+    ):
+        base = str((folder / base).resolve())
+    template = run.model.chat_template
+    return run.model_copy(
+        update={
+            "model": run.model.model_copy(
+                update={"base": base, "chat_template": place(template) if template else None}
+            ),
+            "data": run.data.model_copy(
+                update={
+                    "train": [place(p) for p in run.data.train],
+                    "eval": [place(p) for p in run.data.eval],
+                }
+            ),
+            "store": run.store.model_copy(
+                update={"root": place(run.store.root) if run.store.root else None}
+            ),
+        }
+    )

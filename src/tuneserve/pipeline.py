@@ -1,0 +1,103 @@
+"""The order of the stages and the ladder of exports: from a run file to a promoted release.
+
+Each stage is asked for through `execute`, so that the same order runs as plain child processes
+(`tuneserve run`) and as retryable Prefect tasks (`flows/finetune_to_serve.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tuneserve.config import RunFile
+from tuneserve.errors import GateRefused, QuantizeError, ServerError, TuneserveError
+from tuneserve.process import StageCall, StageResult
+
+log = logging.getLogger(__name__)
+
+Execute = Callable[[StageCall], StageResult]
+
+
+@dataclass
+class PipelineResult:
+    """What a run gave: the endpoint, and the artifact of every stage."""
+
+    endpoint: str
+    model: str
+    release: str
+    artifacts: dict[str, str] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """As the `--json` output and Prefect carry it."""
+        return dict(vars(self))
+
+
+def finetune_to_serve(run: RunFile, execute: Execute) -> PipelineResult:
+    """Validate, plan, train, merge, evaluate, then quantize and release down the ladder.
+
+    Raises:
+        TuneserveError: A stage failed; `GateRefused` when every rung of `quantize.methods` was refused, in
+            which case what was serving goes on serving.
+    """
+    base = Path(execute(StageCall("fetch", run)).metrics["path"])
+    dataset = _id(execute(StageCall("validate", run, base)))
+    plan = execute(StageCall("plan", run, base, {"dataset": dataset}))
+    hints = {"micro_batch": plan.metrics["train"]["micro_batch"]}
+    adapter = _id(execute(StageCall("train", run, base, {"dataset": dataset}, hints=hints)))
+    merged, evaluation = _merge_and_evaluate(run, base, dataset, adapter, execute)
+    artifacts = {"dataset": dataset, "adapter": adapter, "merged": merged, "evaluation": evaluation}
+    refusals: list[TuneserveError] = []
+    for method in run.quantize.methods:
+        inputs = {"merged": merged, "dataset": dataset, "evaluation": evaluation}
+        try:
+            if method != "none":
+                made = {"merged": merged, "dataset": dataset}
+                quantized = _id(
+                    execute(StageCall("quantize", run, base, made, settings={"method": method}))
+                )
+                inputs["quantized"] = artifacts["quantized"] = quantized
+            release = execute(StageCall("release", run, base, inputs)).metrics
+        except (QuantizeError, GateRefused, ServerError) as error:
+            log.warning("%s was refused: %s", method, error)
+            refusals.append(error)
+            continue
+        return PipelineResult(
+            release["endpoint"], release["model"], release["release"], artifacts, release
+        )
+    last = refusals[-1]
+    if len(refusals) == 1:
+        raise last
+    raise GateRefused(
+        f"every export of quantize.methods was refused; the last one: {last.message}",
+        expected=last.expected,
+        hint=last.hint or "see the reports of each; what was serving goes on serving",
+        details={"refused": [error.message for error in refusals]},
+    )
+
+
+def _merge_and_evaluate(
+    run: RunFile, base: Path, dataset: str, adapter: str, execute: Execute
+) -> tuple[str, str]:
+    """Merge as `merge.base` says; `auto` merges both ways and keeps the lower held-out loss."""
+    ways = [run.merge.base] if run.merge.base != "auto" else ["original", "nf4"]
+    if run.train.method != "qlora":
+        ways = ["original"]  # there is no second base to choose: training saw the 16-bit weights
+    found: list[tuple[float, str, str]] = []
+    for way in ways:
+        inputs = {"adapter": adapter}
+        merged = _id(execute(StageCall("merge", run, base, inputs, settings={"base_weights": way})))
+        inputs = {"dataset": dataset, "adapter": adapter, "merged": merged}
+        evaluation = execute(StageCall("evaluate", run, base, inputs))
+        found.append((float(evaluation.metrics["merged_loss"]), merged, _id(evaluation)))
+        log.info("merged onto the %s weights: held-out loss %.4f", way, found[-1][0])
+    _, merged, evaluation_id = min(found)
+    return merged, evaluation_id
+
+
+def _id(result: StageResult) -> str:
+    assert result.artifact is not None
+    return result.artifact

@@ -1,0 +1,74 @@
+"""Progress lines for people: throttled, with rate and time left, on whatever the log goes to."""
+
+from __future__ import annotations
+
+import logging
+import time
+from types import TracebackType
+
+log = logging.getLogger(__name__)
+
+
+def human_seconds(seconds: float) -> str:
+    """A duration as people say it: ``42 s``, ``3 min 05 s``, ``2 h 10 min``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def human_bytes(count: float) -> str:
+    """A byte count in binary units: ``913 B``, ``12.4 MiB``, ``3.1 GiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+class Progress:
+    """Counts work and logs a line at most every `every_seconds`, at the first step and at the end."""
+
+    def __init__(
+        self, what: str, *, total: int | None, unit: str = "step", every_seconds: float = 5.0
+    ) -> None:
+        self.what, self.total, self.unit, self.every_seconds = what, total, unit, every_seconds
+        self.done = 0
+        self._started = time.monotonic()
+        self._said = float("-inf")
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is None and self.done:
+            self._say("", force=True)
+
+    def advance(self, count: int = 1, detail: str = "") -> None:
+        """Count `count` more units done; `detail` is shown when a line is due."""
+        self.done += count
+        self._say(detail, force=False)
+
+    def _say(self, detail: str, *, force: bool) -> None:
+        now = time.monotonic()
+        if not force and now - self._said < self.every_seconds:
+            return
+        self._said = now
+        elapsed = max(now - self._started, 1e-9)
+        parts = [f"{self.done}/{self.total}" if self.total else f"{self.done}"]
+        if self.total and 0 < self.done < self.total:
+            parts.append(f"{human_seconds(elapsed / self.done * (self.total - self.done))} left")
+        elif elapsed >= 1:
+            parts.append(f"in {human_seconds(elapsed)}")
+        if detail:
+            parts.append(detail)
+        log.info(
+            "%s: %s %s", self.what, f"{parts[0]} {self.unit}s,", ", ".join(parts[1:]) or "done"
+        )
