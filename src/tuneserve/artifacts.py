@@ -1,8 +1,9 @@
 """The artifact store: folders named by what made them, real only once their manifest is there.
 
-A stage writes into a draft. Committing a draft hashes and fsyncs every file, writes `manifest.json` last and
-renames the folder to its id. So a crash at any moment leaves either a whole artifact or none; a folder
-without a manifest is not an artifact. A hit is used only after its files were checked.
+A stage writes into a draft. Committing a draft hashes and fsyncs every file, writes
+`manifest.json` last and renames the folder to its id. So a crash at any moment leaves either a
+whole artifact or none; a folder without a manifest is not an artifact. A hit is used only after
+its files were checked.
 """
 
 from __future__ import annotations
@@ -52,12 +53,10 @@ class Draft:
     work: Path
 
 
-def artifact_id(stage: str, key: Mapping[str, Any]) -> str:
-    """The id that `key` gives an artifact of `stage`: the stage's name and 16 hex digits of a SHA-256."""
-    text = json.dumps(
-        {"stage": stage, **key}, sort_keys=True, separators=(",", ":"), allow_nan=False
-    )
-    return f"{stage}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+def artifact_id(kind: str, key: Mapping[str, Any]) -> str:
+    """The id that `key` gives an artifact of `kind`: the kind and 16 hex digits of a SHA-256."""
+    text = json.dumps({"kind": kind, **key}, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def file_sha256(path: Path) -> str:
@@ -70,7 +69,7 @@ def file_sha256(path: Path) -> str:
 
 
 def write_json_atomic(path: Path, data: Any) -> None:
-    """Write JSON under a provisional name, fsync, rename: readers see the old file or the new one."""
+    """Write JSON so that readers see the old file or the new one, never a part."""
     provisional = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with provisional.open("w", encoding="utf-8") as stream:
@@ -103,8 +102,9 @@ class Store:
     def find(self, id: str, *, rehash: bool = False) -> Artifact | None:
         """The artifact if it is there and whole, else None.
 
-        Sizes and modification times are always compared; a file's hash wherever these differ, or for every
-        file with `rehash`. A damaged artifact is set aside, said so, and counts as absent.
+        Sizes and modification times are always compared; a file's hash wherever these differ, or
+        for every file with `rehash`. A damaged artifact is set aside, said so, and counts as
+        absent.
         """
         path = self.root / id
         try:
@@ -121,7 +121,7 @@ class Store:
         return Artifact(id, path, manifest)
 
     def get(self, id: str) -> Artifact:
-        """The artifact named by a full id or by a unique beginning of one.
+        """The artifact named by a full id, by a unique beginning of one, or by its folder.
 
         Raises:
             InputError: There is none, several begin so, or it is damaged.
@@ -160,7 +160,9 @@ class Store:
 
     @contextlib.contextmanager
     def lock(self, id: str) -> Iterator[None]:
-        """Hold the right to make artifact `id`; a second process waits. The lock ends with its holder."""
+        """Hold the right to make artifact `id`; a second process waits. The lock ends with its
+        holder.
+        """
         folder = self.root / ".locks"
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / f"{id}.lock").open("a+") as stream:
@@ -178,7 +180,7 @@ class Store:
 
     @contextlib.contextmanager
     def draft(self, id: str) -> Iterator[Draft]:
-        """An empty folder for artifact `id`; removed again when the body raises. Hold `lock(id)`."""
+        """An empty folder for artifact `id`, gone again when the body raises. Hold `lock(id)`."""
         draft = Draft(id, self.root / ".drafts" / id, self.root / ".work" / id)
         shutil.rmtree(draft.path, ignore_errors=True)  # left by an attempt that was killed
         draft.path.mkdir(parents=True)
@@ -196,7 +198,8 @@ class Store:
         Args:
             draft: From `draft()`, filled.
             stage: The stage that filled it.
-            facts: key, inputs, config, versions, metrics, started, finished, seconds: what the manifest keeps.
+            facts: key, inputs, config, versions, metrics, started, finished, seconds: what the
+                manifest keeps.
         """
         files = [_entry(draft.path, p) for p in sorted(draft.path.rglob("*")) if p.is_file()]
         for folder in sorted((p for p in draft.path.rglob("*") if p.is_dir()), reverse=True):

@@ -1,4 +1,6 @@
-"""The inside of a stage's child process: ``python -m tuneserve stage NAME REQUEST.json RESULT.json``."""
+"""The inside of a stage's child process: ``python -m tuneserve stage NAME REQUEST.json
+RESULT.json``.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,12 @@ from tuneserve.stages import STAGES, StageContext, StageSpec
 log = logging.getLogger(__name__)
 
 
-def run_request(request_path: Path, result_path: Path) -> int:
-    """Do what the request asks and write the result file; the return value is the exit status."""
+def run_request(name: str, request_path: Path, result_path: Path) -> int:
+    """Do what the request asks of stage `name`, write the result file, return the exit status."""
     end_with_parent()
     _log_to_stderr()
     try:
-        result = _run(json.loads(request_path.read_text(encoding="utf-8")))
+        result = _run(STAGES[name], json.loads(request_path.read_text(encoding="utf-8")))
     except TuneserveError as error:
         write_json_atomic(result_path, {"error": error.to_json()})
         return error.exit_status
@@ -81,8 +83,7 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True, name="parent-watch").start()
 
 
-def _run(request: dict[str, Any]) -> dict[str, Any]:
-    spec = STAGES[request["stage"]]
+def _run(spec: StageSpec, request: dict[str, Any]) -> dict[str, Any]:
     run = RunFile.model_validate(request["run"])
     store = Store(Path(request["store"]))
     if not spec.makes:
@@ -130,7 +131,9 @@ def _entry(spec: StageSpec) -> Any:
 
 
 def peak_rss_bytes() -> int:
-    """Peak resident memory of this process and of the largest child it waited for (VmHWM, `getrusage`)."""
+    """Peak resident memory of this process and of the largest child it waited for (VmHWM,
+    `getrusage`).
+    """
     own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # ru_maxrss survives exec, so a process that a large parent forked starts high: VmHWM does not.
     with contextlib.suppress(OSError):
@@ -158,8 +161,7 @@ def _fail(result_path: Path, error: TuneserveError) -> int:
 
 
 def _log_to_stderr() -> None:
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S"
-    )
+    # No time here: whoever shows the lines (a terminal, an orchestrator's log) adds its own.
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
     for noisy in ("httpx", "httpcore", "urllib3", "matplotlib", "datasets", "fsspec"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

@@ -1,7 +1,8 @@
 """The run file: one frozen model of everything that varies from run to run.
 
-What varies per machine lives in `deploy/`; what a file format fixes is a constant beside that format's code;
-secrets live in the environment and are named here, never held (`serve.api_key_env`).
+What varies per machine lives in `deploy/`; what a file format fixes is a constant beside that
+format's code; secrets live in the environment and are named here, never held
+(`serve.api_key_env`).
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ _SIZE_UNITS = {
 
 
 def parse_size(value: Any) -> Any:
-    """Read a byte count such as ``24GiB``, ``700 MiB`` or ``1000000``; other types pass through unchanged."""
+    """Read a byte count such as ``24GiB``, ``700 MiB`` or ``1000000``; other types pass through
+    unchanged.
+    """
     if not isinstance(value, str):
         return value
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
@@ -70,11 +73,13 @@ class ModelSection(Section):
     )
     chat_template: str | None = Field(
         None,
-        description="A Jinja file whose template replaces the tokenizer's own, in training and in serving.",
+        description="A Jinja file whose template replaces the tokenizer's own, in "
+        "training and in serving.",
     )
     trust_remote_code: bool = Field(
         False,
-        description="Run Python code that comes with the model. Off unless you have read that code.",
+        description="Run Python code that comes with the model. Off unless you have "
+        "read that code.",
     )
 
 
@@ -82,7 +87,8 @@ class DataSection(Section):
     """Which conversations to train on, and what to refuse."""
 
     train: list[str] = Field(
-        description="Files, folders or globs with training conversations (JSONL, JSON, CSV, Parquet).",
+        description="Files, folders or globs with training conversations (JSONL, JSON, "
+        "CSV, Parquet).",
         min_length=1,
     )
     eval: list[str] = Field(
@@ -111,14 +117,16 @@ class DataSection(Section):
     )
     control_tokens: Literal["reject", "neutralize"] = Field(
         "reject",
-        description="Rows whose text contains the tokenizer's control tokens: reject, or defuse the text.",
+        description="Rows whose text contains the tokenizer's control tokens: reject, "
+        "or defuse the text.",
     )
     drop_duplicates: bool = Field(
         True, description="Leave out conversations that occur twice after normalization."
     )
     system: str | None = Field(
         None,
-        description="System prompt for conversations that have none; unset leaves them to the template.",
+        description="System prompt for conversations that have none; unset leaves them "
+        "to the template.",
     )
     seed: int = Field(0, ge=0, description="Seed of the train/eval split.")
 
@@ -202,7 +210,8 @@ class TrainSection(Section):
     def _batches_divide(self) -> TrainSection:
         if isinstance(self.micro_batch, int) and self.effective_batch % self.micro_batch:
             raise ValueError(
-                f"effective_batch {self.effective_batch} is not a multiple of micro_batch {self.micro_batch}"
+                f"effective_batch {self.effective_batch} is not a multiple of "
+                f"micro_batch {self.micro_batch}"
             )
         return self
 
@@ -212,7 +221,8 @@ class MergeSection(Section):
 
     base: Literal["auto", "original", "nf4"] = Field(
         "auto",
-        description="Onto the original 16-bit weights, the dequantized NF4 weights that training saw, or whichever "
+        description="Onto the original 16-bit weights, the dequantized NF4 weights that "
+        "training saw, or whichever "
         "has the lower held-out loss.",
     )
     max_memory: Size = Field(
@@ -220,13 +230,21 @@ class MergeSection(Section):
     )
 
 
+Method = Literal["gptq", "awq", "none"]
+
+
+def _default_methods() -> list[Method]:
+    return ["gptq"]
+
+
 class QuantizeSection(Section):
     """The 4-bit export."""
 
-    methods: list[Literal["gptq", "awq", "none"]] = Field(
-        default_factory=lambda: ["gptq"],
+    methods: list[Method] = Field(
+        default_factory=_default_methods,
         min_length=1,
-        description="Ladder of exports: the next is tried when one is refused; none serves the 16-bit model.",
+        description="Ladder of exports: the next is tried when one is refused; none "
+        "serves the 16-bit model.",
     )
     bits: Literal[4] = Field(4, description="Bits per weight.")
     group_size: int = Field(
@@ -252,7 +270,9 @@ class QuantizeSection(Section):
 
 
 class GatesSection(Section):
-    """When a candidate may be promoted. Losses are mean nats per supervised token on held-out rows."""
+    """When a candidate may be promoted. Losses are mean nats per supervised token on held-out
+    rows.
+    """
 
     enabled: bool = Field(
         True, description="Judge the candidate on held-out rows before it is promoted."
@@ -283,7 +303,8 @@ class ServeSection(Section):
     port: int = Field(8080, ge=1, le=65535, description="Port of the gateway.")
     api_key_env: str | None = Field(
         None,
-        description="Environment variable that holds the API key clients must send; the key itself never here.",
+        description="Environment variable that holds the API key clients must send; the "
+        "key itself never here.",
     )
     max_model_len: int | None = Field(
         None,
@@ -367,7 +388,8 @@ def load_run_file(path: Path) -> RunFile:
     """Read and check a run file; relative paths in it are taken from the run file's folder.
 
     Raises:
-        RunFileError: The file is missing, not YAML, or one or more fields are wrong (all of them are listed).
+        RunFileError: The file is missing, not YAML, or one or more fields are wrong (all of them
+        are listed).
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -422,14 +444,17 @@ def parse_run(data: dict[str, Any], *, source: str = "run", folder: Path | None 
         )
         raise RunFileError(
             f"{source}: {count}\n  " + "\n  ".join(problems),
-            hint="mend the fields named; `tuneserve init` writes a run file with every field described",
+            hint="mend the fields named; `tuneserve init` writes a run file with every "
+            "field described",
             details={"fields": [_field_path(item["loc"]) for item in error.errors()]},
         ) from error
     return run if folder is None else _absolute(run, folder)
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a repeated key, which YAML readers otherwise resolve silently to the last."""
+    """SafeLoader that refuses a repeated key, which YAML readers otherwise resolve silently to
+    the last.
+    """
 
 
 def _strict_mapping(

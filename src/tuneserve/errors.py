@@ -21,8 +21,8 @@
     |   +-- StageTimeout               a stage took longer than its limit
     +-- StageCrashed          exit 1   a child process died without saying why: our bug, or a kill
 
-A class says three things: what was found (with where), what was expected, and what to do. `retryable` is
-true only where the same call can succeed later by itself.
+A class says three things: what was found (with where), what was expected, and what to do.
+`retryable` is true only where the same call can succeed later by itself.
 """
 
 from __future__ import annotations
@@ -35,10 +35,13 @@ class TuneserveError(Exception):
     """Base of all errors that a user can act on.
 
     Args:
-        message: Where and what was found, for example ``train.jsonl:3:17: role "bot" is not known``.
-        expected: What would have been right, as a phrase: ``one of system, user, assistant, tool``.
+        message: Where and what was found, for example ``train.jsonl:3:17: role "bot" is not
+            known``.
+        expected: What would have been right, as a phrase: ``one of system, user, assistant,
+        tool``.
         hint: What to do about it, as an imperative sentence.
-        details: Small JSON-able facts for programs (offending tensor names, byte counts, row counts).
+        details: Small JSON-able facts for programs (offending tensor names, byte counts, row
+            counts).
     """
 
     exit_status: ClassVar[int] = 1

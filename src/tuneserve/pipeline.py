@@ -40,8 +40,8 @@ def finetune_to_serve(run: RunFile, execute: Execute) -> PipelineResult:
     """Validate, plan, train, merge, evaluate, then quantize and release down the ladder.
 
     Raises:
-        TuneserveError: A stage failed; `GateRefused` when every rung of `quantize.methods` was refused, in
-            which case what was serving goes on serving.
+        TuneserveError: A stage failed; `GateRefused` when every rung of `quantize.methods` was
+        refused, in which case what was serving goes on serving.
     """
     base = Path(execute(StageCall("fetch", run)).metrics["path"])
     dataset = _id(execute(StageCall("validate", run, base)))

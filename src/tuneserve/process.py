@@ -1,8 +1,8 @@
 """Run a stage in a child process: its memory ends with it, and nothing of it outlives us.
 
-The child is a session of its own. It holds the reading end of a pipe whose writing end only we hold: when
-we are gone, however we went, the pipe closes and the child ends its whole group. On cancel, time-out or
-error we end the group ourselves.
+The child is a session of its own. It holds the reading end of a pipe whose writing end only we
+hold: when we are gone, however we went, the pipe closes and the child ends its whole group. On
+cancel, time-out or error we end the group ourselves.
 """
 
 from __future__ import annotations
@@ -65,6 +65,29 @@ class StageCall:
     settings: Mapping[str, Any] = field(default_factory=dict)
     hints: Mapping[str, Any] = field(default_factory=dict)
 
+    def to_json(self) -> dict[str, Any]:
+        """As plain values, small enough for an orchestrator's parameters."""
+        return {
+            "stage": self.stage,
+            "run": self.run.model_dump(mode="json"),
+            "base": str(self.base) if self.base else None,
+            "inputs": dict(self.inputs),
+            "settings": dict(self.settings),
+            "hints": dict(self.hints),
+        }
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> StageCall:
+        """The call that `to_json` wrote."""
+        return StageCall(
+            stage=data["stage"],
+            run=RunFile.model_validate(data["run"]),
+            base=Path(data["base"]) if data["base"] else None,
+            inputs=data["inputs"],
+            settings=data["settings"],
+            hints=data["hints"],
+        )
+
     @property
     def spec(self) -> StageSpec:
         """The table's row."""
@@ -80,7 +103,7 @@ class StageCall:
         return getattr(self.run.engines, self.spec.engine).python or sys.executable
 
     def key(self) -> dict[str, Any]:
-        """All that changes the artifact's bytes: config, inputs, settings, base, files, versions."""
+        """All that changes the artifact's bytes: config, inputs, base, files, versions."""
         spec = self.spec
         key: dict[str, Any] = {
             "config": {name: section(self.run, name) for name in spec.sections},
@@ -137,7 +160,8 @@ def run_stage(
         timeout_seconds: End the child after this long.
 
     Raises:
-        TuneserveError: What the child reported, `StageTimeout`, or `StageCrashed` with its last lines.
+        TuneserveError: What the child reported, `StageTimeout`, or `StageCrashed` with its last
+        lines.
     """
     id, key = None, None
     if call.spec.makes:
@@ -146,17 +170,7 @@ def run_stage(
         found = call.store.find(id)
         if found is not None:
             return _from_artifact(call.stage, found, cached=True)
-    request = {
-        "stage": call.stage,
-        "run": call.run.model_dump(mode="json"),
-        "base": str(call.base) if call.base else None,
-        "inputs": dict(call.inputs),
-        "settings": dict(call.settings),
-        "hints": dict(call.hints),
-        "store": str(call.store.root),
-        "id": id,
-        "key": key,
-    }
+    request = {**call.to_json(), "store": str(call.store.root), "id": id, "key": key}
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="tuneserve-") as folder:
         request_path, result_path = Path(folder) / "request.json", Path(folder) / "result.json"

@@ -29,7 +29,9 @@ def human_bytes(count: float) -> str:
 
 
 class Progress:
-    """Counts work and logs a line at most every `every_seconds`, at the first step and at the end."""
+    """Counts work and logs a line at most every `every_seconds`, at the first step and at the
+    end.
+    """
 
     def __init__(
         self, what: str, *, total: int | None, unit: str = "step", every_seconds: float = 5.0

@@ -1,6 +1,7 @@
 """What each stage is: where its code starts, what goes into its key, what it needs.
 
-The table is plain data, so that keys can be computed and the store asked without loading an engine.
+The table is plain data, so that keys can be computed and the store asked without loading an
+engine.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ class StageSpec:
         name: The verb: what the CLI and the child protocol call it.
         entry: ``module:function``, imported in the child only.
         engine: Field of `engines` in the run file whose interpreter runs it.
-        makes: Kind of the artifact it makes (the beginning of its id); None: only a small JSON object.
+        makes: Kind of the artifact it makes (the beginning of its id); None: only a small JSON
+            object.
         inputs: Kinds of artifacts it reads.
         sections: Dotted fields of the run file that change the artifact's bytes.
         packages: Distributions whose version changes the artifact's bytes.

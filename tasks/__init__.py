@@ -1,0 +1,1 @@
+"""Prefect tasks: one stage each."""
