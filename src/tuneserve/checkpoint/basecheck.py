@@ -1,0 +1,203 @@
+"""What a base model's files show to be wrong, before hours are spent on it.
+
+Pickled weights are refused by `headers`; here come remote code, quantized weights, a missing
+tokenizer or chat template, and a head that is nowhere stored.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from tuneserve.checkpoint.headers import Checkpoint
+from tuneserve.config import ModelSection
+from tuneserve.errors import ModelError
+
+log = logging.getLogger(__name__)
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
+# Sampling-only flags of GenerationConfig and the values that switch them off
+# (transformers `GenerationConfig.validate`, section 2.1).
+_SAMPLING_OFF = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "min_p": None,
+    "top_h": None,
+    "typical_p": 1.0,
+    "top_k": 50,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+}
+_BEAM_OFF = {"early_stopping": False, "length_penalty": 1.0}
+
+
+def check_base(folder: Path, model: ModelSection) -> None:
+    """Refuse a folder that cannot be tuned, quantized or served, for every reason its files show.
+
+    Raises:
+        ModelError: Lists all reasons.
+    """
+    config = read_config(folder)
+    problems = _config_problems(config, model)
+    problems += _tokenizer_problems(folder, config, model)
+    try:
+        tensors = set(Checkpoint.open(folder).tensors)
+    except ModelError as error:
+        problems.append(error.message)
+    else:
+        problems += _head_problems(tensors, config)
+    if problems:
+        raise ModelError(
+            f"{folder} cannot be used as a base model:\n  " + "\n  ".join(problems),
+            expected="config.json, 16-bit safetensors, a tokenizer and a chat template",
+            hint="mend what is listed, or choose another model.base",
+            details={"problems": problems},
+        )
+    _, changes = repaired_generation_config(generation_config(folder))
+    for change in changes:
+        log.warning("generation_config.json of the base: %s (mended in what we write)", change)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """A model folder's `config.json`.
+
+    Raises:
+        ModelError: There is no such folder, no config in it, or it is not a JSON object.
+    """
+    path = folder / "config.json"
+    if not folder.is_dir():
+        raise ModelError(
+            f"{folder}: there is no such folder",
+            expected="a directory with a model, org/name of a hub, or builtin:smollm2-135m",
+            hint="mend model.base",
+        )
+    if not path.is_file():
+        adapter = (folder / "adapter_config.json").is_file()
+        raise ModelError(
+            f"{folder}: has no config.json" + (", but is a LoRA adapter" if adapter else ""),
+            expected="a model as save_pretrained of transformers writes it",
+            hint="name its base model instead" if adapter else "mend model.base",
+        )
+    return _json(path)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read as JSON ({error})") from error
+    if not isinstance(data, dict):
+        raise ModelError(f"{path}: holds {type(data).__name__}", expected="a JSON object")
+    return data
+
+
+def _config_problems(config: dict[str, Any], model: ModelSection) -> list[str]:
+    problems = []
+    if not config.get("model_type"):
+        problems.append("config.json has no model_type")
+    if "auto_map" in config and not model.trust_remote_code:
+        problems.append(
+            "it comes with Python code of its own (auto_map); read it, then set "
+            "model.trust_remote_code"
+        )
+    if "quantization_config" in config:
+        method = (config["quantization_config"] or {}).get("quant_method", "unknown")
+        problems.append(
+            f"its weights are already quantized ({method}); merging needs the 16-bit original"
+        )
+    return problems
+
+
+def _tokenizer_problems(folder: Path, config: dict[str, Any], model: ModelSection) -> list[str]:
+    problems = []
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES) and not (
+        (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file()
+    ):
+        problems.append("it has no tokenizer (tokenizer.json or tokenizer.model)")
+    if model.chat_template:
+        if not Path(model.chat_template).is_file():
+            problems.append(f"model.chat_template: {model.chat_template} does not exist")
+    elif not has_chat_template(folder):
+        problems.append(
+            "its tokenizer has no chat template, so a server would refuse every chat; use the "
+            "instruct variant or set model.chat_template"
+        )
+    rows = config.get("vocab_size")
+    path = folder / "tokenizer.json"
+    if path.is_file() and isinstance(rows, int) and (largest := _largest_id(path)) >= rows:
+        problems.append(
+            f"its tokenizer has ids up to {largest}, its embedding only {rows} rows; resize it"
+        )
+    return problems
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Whether the tokenizer files hold a chat template, in any of the three places it may be in."""
+    if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
+        return True
+    path = folder / "tokenizer_config.json"
+    return path.is_file() and bool(_json(path).get("chat_template"))
+
+
+def _largest_id(path: Path) -> int:
+    data = _json(path)
+    ids = [int(token["id"]) for token in data.get("added_tokens") or []]
+    vocab = (data.get("model") or {}).get("vocab") or {}
+    ids.append(max(vocab.values(), default=-1) if isinstance(vocab, dict) else len(vocab) - 1)
+    return max(ids)
+
+
+def _head_problems(tensors: set[str], config: dict[str, Any]) -> list[str]:
+    """A head neither stored nor tied would start random; one both stored and tied is ignored."""
+    text = config.get("text_config") or config
+    tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
+    stored = any(name.endswith("lm_head.weight") for name in tensors)
+    causal = any("CausalLM" in name for name in config.get("architectures") or [])
+    # Some families (Gemma) tie by default and leave the flag out of config.json.
+    said = "tie_word_embeddings" in config or "tie_word_embeddings" in text
+    if causal and said and not tied and not stored:
+        return ["tie_word_embeddings is false, but there is no lm_head.weight"]
+    if tied and stored:
+        log.warning("lm_head.weight is stored although tied to the embedding; it is not used")
+    return []
+
+
+def generation_config(folder: Path) -> dict[str, Any]:
+    """The base's `generation_config.json`; empty when it has none."""
+    path = folder / "generation_config.json"
+    return _json(path) if path.is_file() else {}
+
+
+def repaired_generation_config(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """A copy that transformers agrees to save and vLLM reads alike, and what was changed.
+
+    Saving checks that sampling flags come with sampling switched on; a base may break that rule,
+    which shows only when the tuned model is saved. Sampling is switched on then: that is what vLLM
+    does with such a file anyway, since it reads the temperature and not `do_sample`.
+    """
+    mended, changes = dict(config), []
+    sampling = [
+        name
+        for name, off in _SAMPLING_OFF.items()
+        if mended.get(name) is not None and mended[name] != off
+    ]
+    if sampling and mended.get("do_sample") is not True:
+        mended["do_sample"] = True
+        changes.append(f"do_sample set to true, because {', '.join(sampling)} are set")
+    if mended.get("temperature") == 0:  # refused with sampling on; vLLM reads it as greedy
+        mended.pop("temperature")
+        mended["do_sample"] = False
+        for name in sampling:
+            mended.pop(name, None)
+        changes = ["temperature 0 means greedy: do_sample set to false, sampling flags removed"]
+    if mended.get("num_beams") in (None, 1):
+        for name, off in _BEAM_OFF.items():
+            if mended.get(name) not in (None, off):
+                mended.pop(name)
+                changes.append(f"{name} removed, because there is one beam")
+    if isinstance(mended.get("pad_token_id"), int) and mended["pad_token_id"] < 0:
+        mended.pop("pad_token_id")
+        changes.append("pad_token_id removed, because it is negative")
+    return mended, changes

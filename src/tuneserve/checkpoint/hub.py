@@ -1,0 +1,191 @@
+"""Bring a model from the hub: only files that cannot run code, with resume, and clear errors."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tuneserve.config import ModelSection
+from tuneserve.errors import DiskFull, HubError, ModelError, TuneserveError
+from tuneserve.progress import Progress, human_bytes
+
+log = logging.getLogger(__name__)
+
+_SMALL_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken")
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5")
+_MIB = 2**20
+# Left free beside what we write, for logs and for other programs on the disk.
+_SPARE_BYTES = 200 * _MIB
+
+
+def need_disk(folder: Path, needed_bytes: int, what: str) -> None:
+    """Refuse to start what would fill the disk that `folder` (or its nearest parent) lies on.
+
+    Raises:
+        DiskFull: Less than `needed_bytes` and a small reserve are free.
+    """
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if needed_bytes and free < needed_bytes + _SPARE_BYTES:
+        raise DiskFull(
+            f"{what} needs {human_bytes(needed_bytes)} in {folder}, {human_bytes(free)} are free",
+            expected=f"{human_bytes(needed_bytes + _SPARE_BYTES)} free",
+            hint="free some space, or move the cache (HF_HOME, XDG_CACHE_HOME) to another disk",
+            details={"needed_bytes": needed_bytes, "free_bytes": free},
+        )
+
+
+def needed_files(names: Iterable[str], *, weights: bool, remote_code: bool) -> list[str]:
+    """The files of a repository that are wanted: top level only, safetensors and text, no pickle.
+
+    Raises:
+        ModelError: The repository has no safetensors, only formats that run code when read.
+    """
+    top = sorted(name for name in names if "/" not in name)
+    # Mistral repositories carry the weights a second time as consolidated*.safetensors.
+    tensors = [
+        n
+        for n in top
+        if n.endswith(".safetensors") and not n.startswith(("consolidated", "adapter_"))
+    ]
+    if not tensors:
+        pickles = [n for n in top if n.endswith(_PICKLE_SUFFIXES)]
+        found = f"only {', '.join(pickles[:5])}" if pickles else "no weights"
+        raise ModelError(
+            f"the repository holds {found}",
+            expected="safetensors; pickled weights can run code when they are read",
+            hint="ask its owner for safetensors, or convert a copy that you trust",
+        )
+    small = [n for n in top if n.endswith(_SMALL_SUFFIXES) and not n.startswith("pytorch_model")]
+    code = [n for n in top if remote_code and n.endswith(".py")]
+    return small + code + (tensors if weights else [])
+
+
+def download(model: ModelSection, *, weights: bool) -> Path:
+    """Snapshot of a hub repository in the hub's own cache, resumed where an earlier try stopped.
+
+    Args:
+        model: `base` is the repository's id; `revision` a commit, tag or branch.
+        weights: Whether the weights are wanted too, or only the small files.
+
+    Raises:
+        HubError: Not found, no access, or no network and nothing in the cache.
+        ModelError: The repository holds no safetensors, or the id cannot be one.
+        DiskFull: What is still to be downloaded would not fit.
+    """
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    token = os.environ.get("HF_TOKEN")
+    try:
+        listing = huggingface_hub.snapshot_download(
+            model.base, revision=model.revision, dry_run=True, token=token
+        )
+        assert not isinstance(listing, str)
+        names = [info.filename for info in listing]
+        files = needed_files(names, weights=weights, remote_code=model.trust_remote_code)
+        todo = sum(i.file_size or 0 for i in listing if i.filename in files and i.will_download)
+        cache = Path(huggingface_hub.constants.HF_HUB_CACHE)
+        need_disk(cache, todo, f"downloading {model.base}")
+        if todo:
+            log.info("downloading %s: %s in %d files", model.base, human_bytes(todo), len(files))
+        folder = huggingface_hub.snapshot_download(
+            model.base,
+            revision=listing[0].commit_hash,  # the one listed, should the branch move meanwhile
+            allow_patterns=files,
+            token=token,
+            tqdm_class=_hub_progress(),
+        )
+    except errors.DryRunError as error:  # the hub does not answer: the cache may hold it all
+        return _offline(model, error.__cause__ or error, weights=weights)
+    except (errors.HFValidationError, errors.HTTPError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # of the local disk; the child runner says what it means
+        raise _hub_error(model, error) from error
+    return Path(str(folder))
+
+
+def _offline(model: ModelSection, why: BaseException, *, weights: bool) -> Path:
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    patterns = ["*.json", "*.jinja", "tokenizer.model"] + (["*.safetensors"] if weights else [])
+    try:
+        folder = huggingface_hub.snapshot_download(
+            model.base,
+            revision=model.revision,
+            local_files_only=True,
+            allow_patterns=patterns,
+            ignore_patterns=["*/*", "consolidated*", "adapter_*"],
+        )
+    except errors.LocalEntryNotFoundError as error:
+        raise _hub_error(model, why) from error
+    log.warning("the hub does not answer (%s); using the copy in its cache", type(why).__name__)
+    return Path(folder)
+
+
+def _hub_error(model: ModelSection, error: BaseException) -> TuneserveError:
+    from huggingface_hub import errors
+
+    name = f"{model.base}@{model.revision}" if model.revision else model.base
+    if isinstance(error, errors.HFValidationError):
+        return ModelError(
+            f"model.base {model.base!r} is neither a folder here nor a hub id",
+            expected="org/name, a directory, or builtin:smollm2-135m",
+        )
+    if isinstance(error, errors.GatedRepoError):
+        return HubError(
+            f"{name}: the hub gives it only to users who accepted its terms",
+            hint="accept them on the model's page, then set HF_TOKEN to your token",
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return HubError(f"{name}: there is no such revision", hint="mend model.revision")
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return HubError(
+            f"{name}: not found on the hub, or private",
+            hint="check the spelling of model.base; for a private model set HF_TOKEN",
+        )
+    return HubError(
+        f"{name}: the hub cannot be reached, and its cache here does not hold the model "
+        f"({type(error).__name__})",
+        hint="check the network, or set model.base to a directory with the model",
+    )
+
+
+def _hub_progress() -> type:
+    from tqdm import tqdm
+
+    class Bar(tqdm):
+        """A bar for huggingface_hub that logs lines, since a child's log is no terminal."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            kwargs.pop("name", None)
+            self._counts_bytes = kwargs.get("unit") == "B"
+            super().__init__(*args, **{**kwargs, "file": _Nowhere()})
+            self._lines = Progress("download", total=None, unit="MiB")
+
+        def update(self, n: float | None = 1) -> bool | None:
+            before = int(self.n) // _MIB
+            shown = super().update(n or 0)
+            # Bytes from the network have a bar of their own, with the same sum in the end.
+            if self._counts_bytes and not str(self.desc).startswith("Downloading bytes"):
+                self._lines.total = int(self.total or 0) // _MIB or None
+                self._lines.advance(int(self.n) // _MIB - before)
+            return shown
+
+    return Bar
+
+
+class _Nowhere:
+    """A text stream that keeps nothing."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def flush(self) -> None:
+        return None
