@@ -30,14 +30,13 @@ async def can_pass_by_itself(_: Task[..., Any], task_run: TaskRun, state: State[
 def stage_task(name: str, *, retries: int, description: str) -> Task[..., Any]:
     """The task of one stage; `retries` counts only failures that can pass by themselves."""
     return task(
-        perform,
         name=name,
         description=description,
         retries=retries,
         retry_delay_seconds=_RETRY_DELAYS_SECONDS[:retries],
         retry_condition_fn=can_pass_by_itself,
         cache_policy=NO_CACHE,
-    )
+    )(perform)
 
 
 def perform(call: Mapping[str, Any]) -> State[dict[str, Any]]:
