@@ -50,7 +50,9 @@ say "installing $(grep -c '==' "$lock") packages of $lock (about 3 minutes)"
 "${pip[@]}" install -q --no-deps -r <(grep -E '^(setuptools|wheel|packaging)==' "$lock") 2> >(quiet >&2)
 "${pip[@]}" install -q --no-deps --no-build-isolation -r "$lock" 2> >(quiet >&2)
 "${pip[@]}" install -q --no-deps --no-build-isolation -e . 2> >(quiet >&2)
-.venv/bin/python -c 'import torch, transformers, peft, trl, prefect, tuneserve' \
-  || { echo "error: the installed set does not import; remove .venv and run the command again" >&2; exit 1; }
+trouble=$(.venv/bin/python -c 'import torch, transformers, peft, trl, prefect, tuneserve' 2>&1) || {
+  printf '%s\n' "$trouble" "error: the installed set does not import; remove .venv and run the command again" >&2
+  exit 1
+}
 echo "$wanted" > "$stamp"
 say "ready"
