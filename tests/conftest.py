@@ -25,5 +25,5 @@ _pico = _load_pico()
 
 @pytest.fixture(scope="session")
 def pico_model() -> Path:
-    """A tiny trained Llama on disk, for reading only; `pico.make_pico` writes one you may change."""
+    """A tiny trained Llama on disk, for reading only; `make_pico` of `pico` writes others."""
     return Path(_pico.cached_pico())

@@ -1,9 +1,9 @@
-"""A tiny Llama that has been trained: what tests use wherever a model must have something to lose.
+"""A tiny Llama that has been trained, for tests where a model must have something to lose.
 
-`make_pico(folder)` writes a Hugging Face checkpoint of about 0.4 million parameters that has learned a small
-invented world (colours of things, sums, a habit of speech) to a loss far below a random model's. Head size and
-feature counts suit vLLM on CPU and GPTQ groups of 32, 64 or 128. Its end token is its pad token as well, like
-SmolLM2's, so that code which pads or masks by id shows itself.
+`make_pico(folder)` writes a Hugging Face checkpoint of about 0.4 million parameters that has
+learned a small invented world (colours of things, sums) to a loss far below a random model's. Head
+size and feature counts suit vLLM on CPU and GPTQ groups of 32, 64 or 128. Its end token is its pad
+token as well, like SmolLM2's, so that code which pads or masks by id shows itself.
 
 Building takes some seconds, once per machine and per version of this file; later calls copy.
 """
@@ -55,7 +55,7 @@ CHAT_TEMPLATE = """\
 
 
 def conversations(count: int, *, seed: int = 0, habit: str = "") -> list[list[dict[str, str]]]:
-    """`count` chats of the invented world; `habit` is put before each answer (something to fine-tune on)."""
+    """`count` chats of the invented world; `habit` before each answer is something to tune on."""
     rng = random.Random(seed)
     chats = []
     for _ in range(count):
@@ -97,7 +97,7 @@ def make_pico(
         hidden: Width; a multiple of 64. The head size is 32, the MLP twice as wide.
         steps: Optimizer steps of 16 chats; 0 leaves the weights random.
         dtype: Of the saved weights.
-        max_shard_size: As `save_pretrained` takes it; ``"100KB"`` gives several shards and an index.
+        max_shard_size: As `save_pretrained` takes it; ``"100KB"`` gives several shards.
     """
     source = cached_pico(
         seed=seed,
