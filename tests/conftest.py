@@ -10,17 +10,18 @@ from types import ModuleType
 import pytest
 
 
-def _load_pico() -> ModuleType:
-    """`tests/pico.py` as module `pico`, so that tests can say ``from pico import make_pico``."""
-    spec = importlib.util.spec_from_file_location("pico", Path(__file__).with_name("pico.py"))
+def _load(name: str) -> ModuleType:
+    """`tests/NAME.py` as module NAME, so that tests can say ``from pico import make_pico``."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["pico"] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
 
-_pico = _load_pico()
+_pico = _load("pico")
+_load("shim")
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,158 @@
+"""The child protocol with real processes: results, errors, kills, and nobody left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shim import run_file
+
+from tuneserve.artifacts import Store
+from tuneserve.errors import (
+    DataError,
+    DiskFull,
+    HubError,
+    OutOfMemory,
+    StageCrashed,
+    StageTimeout,
+    TuneserveError,
+)
+from tuneserve.process import StageCall, StageResult, run_stage
+
+WAIT_SECONDS = 60
+
+
+def call(folder: Path, **settings: Any) -> StageCall:
+    """A quantize stage (it needs neither base nor files) that behaves as told."""
+    return StageCall("quantize", run_file(folder), settings=settings)
+
+
+def kept(folder: Path) -> set[str]:
+    """What the store shows to others."""
+    root = folder / "store"
+    return (
+        {p.name for p in root.iterdir() if not p.name.startswith(".")} if root.exists() else set()
+    )
+
+
+def drafts(folder: Path) -> list[Path]:
+    return list((folder / "store" / ".drafts").glob("*"))
+
+
+def test_a_stage_gives_an_artifact_and_the_second_time_it_is_there(tmp_path: Path) -> None:
+    lines: list[str] = []
+    asked = call(tmp_path, count=str(tmp_path / "count"))
+    first = run_stage(asked, log_line=lines.append)
+    assert "at work" in lines
+    assert first.artifact and first.path and not first.cached
+    assert first.metrics["rows"] == 3 and first.metrics["peak_rss_bytes"] > 5 * 2**20
+    assert (Path(first.path) / "result.txt").read_text() == "done"
+    second = run_stage(asked)
+    assert second.cached and second.artifact == first.artifact
+    assert (tmp_path / "count").read_text() == "1"
+    assert StageResult(**json.loads(json.dumps(second.to_json()))) == second
+    assert len(json.dumps(second.to_json())) < 5_000
+
+
+def test_other_settings_are_another_artifact(tmp_path: Path) -> None:
+    one = run_stage(call(tmp_path, text="one"))
+    two = run_stage(call(tmp_path, text="two"))
+    assert one.artifact != two.artifact and len(kept(tmp_path)) == 2
+
+
+def test_a_damaged_artifact_is_made_again(tmp_path: Path) -> None:
+    asked = call(tmp_path)
+    first = run_stage(asked)
+    (Path(str(first.path)) / "result.txt").write_text("DONE")
+    again = run_stage(asked)
+    assert not again.cached and again.artifact == first.artifact
+    assert (Path(str(again.path)) / "result.txt").read_text() == "done"
+
+
+@pytest.mark.parametrize(
+    ("do", "kind", "message"),
+    [
+        ("data error", DataError, "data.jsonl:1:1: found x"),
+        ("hub error", HubError, "the hub did not answer"),
+        ("disk full", DiskFull, "the disk is full"),
+        ("out of memory", OutOfMemory, "cannot allocate 1 TiB"),
+        ("bug", StageCrashed, "KeyError: 'our bug'"),
+        ("killed", StageCrashed, "last words"),
+    ],
+)
+def test_errors_arrive_typed_and_nothing_half_written_remains(
+    tmp_path: Path, do: str, kind: type[TuneserveError], message: str
+) -> None:
+    with pytest.raises(kind) as caught:
+        run_stage(call(tmp_path, do=do), log_line=lambda line: None)
+    assert type(caught.value) is kind
+    assert message in str(caught.value)
+    assert caught.value.hint
+    assert kept(tmp_path) == set()
+    if do != "killed":  # a killed child cannot tidy up: the next attempt clears its draft
+        assert drafts(tmp_path) == []
+    fixed = run_stage(call(tmp_path))
+    assert Store(tmp_path / "store").find(str(fixed.artifact), rehash=True) is not None
+
+
+def test_a_missing_interpreter_is_named(tmp_path: Path) -> None:
+    run = run_file(tmp_path, engines={"quantize": {"python": str(tmp_path / "no-python")}})
+    with pytest.raises(StageCrashed, match="no-python") as caught:
+        run_stage(StageCall("quantize", run))
+    assert "engines" in caught.value.hint
+    assert kept(tmp_path) == set()
+
+
+class Watch:
+    """The reading end of the pipe that a hanging stage and its grandchild hold open."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "fifo"
+        os.mkfifo(self.path)
+        self.descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
+
+    def pids(self) -> list[int]:
+        """Wait until stage and grandchild run."""
+        assert select.select([self.descriptor], [], [], WAIT_SECONDS)[0]
+        return list(json.loads(os.read(self.descriptor, 1000)))
+
+    def wait_until_both_are_gone(self) -> None:
+        """The pipe ends when its last writer does."""
+        assert select.select([self.descriptor], [], [], WAIT_SECONDS)[0], "somebody survived"
+        assert os.read(self.descriptor, 1000) == b""
+        os.close(self.descriptor)
+
+
+def test_a_stage_over_its_time_is_ended_with_its_children(tmp_path: Path) -> None:
+    watch = Watch(tmp_path)
+    with pytest.raises(StageTimeout, match="longer than 6 s"):
+        run_stage(call(tmp_path, do="hang", fifo=str(watch.path)), timeout_seconds=6)
+    watch.pids()
+    watch.wait_until_both_are_gone()
+    assert kept(tmp_path) == set()
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_nobody_survives_the_parent(tmp_path: Path, how: signal.Signals) -> None:
+    watch = Watch(tmp_path)
+    request = tmp_path / "call.json"
+    request.write_text(json.dumps(call(tmp_path, do="hang", fifo=str(watch.path)).to_json()))
+    code = (
+        "import json,sys; from tuneserve.process import StageCall, run_stage\n"
+        "run_stage(StageCall.from_json(json.load(open(sys.argv[1]))))"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code, str(request)], stderr=subprocess.DEVNULL)
+    watch.pids()
+    parent.send_signal(how)
+    parent.wait(WAIT_SECONDS)
+    watch.wait_until_both_are_gone()
+    assert kept(tmp_path) == set()
+    again = run_stage(call(tmp_path))  # no lock is left behind either
+    assert again.artifact in kept(tmp_path)

@@ -1,0 +1,82 @@
+"""The command line: help, exit statuses, and JSON alone on stdout."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from tuneserve.__main__ import app
+
+VERBS = sorted(
+    command.name or command.callback.__name__
+    for command in app.registered_commands
+    if command.callback and not command.hidden
+)
+
+
+def tuneserve(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tuneserve", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        timeout=120,
+    )
+
+
+def test_help_names_every_verb() -> None:
+    done = tuneserve("--help")
+    assert done.returncode == 0
+    for verb in VERBS:
+        assert re.search(rf"^  {verb} ", done.stdout, re.MULTILINE)
+    assert "stage" not in re.findall(r"^  (\w+)", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_an_example(verb: str) -> None:
+    group = typer.main.get_command(app)
+    text = group.commands[verb].epilog or ""  # type: ignore[attr-defined]
+    assert text.startswith(f"Example: tuneserve {verb}")
+
+
+def test_starting_loads_no_engine() -> None:
+    code = (
+        "import sys; import tuneserve.__main__; heavy = ('torch', 'transformers', 'prefect', "
+        "'pydantic', 'numpy'); print([m for m in heavy if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_wrong_run_file_is_exit_2_with_one_json_object(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("name: a\nmodel: {base: x}\ndata: {train: x, wrong: 1}\n")
+    done = tuneserve("validate", str(path), "--json", cwd=tmp_path)
+    assert done.returncode == 2
+    error = json.loads(done.stdout)["error"]
+    assert error["kind"] == "RunFileError"
+    assert "data.wrong: there is no such field" in error["message"]
+    assert "error: " in done.stderr and "Traceback" not in done.stderr
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["run.yaml"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["nonsense"],
+        ["merge"],
+        ["plan", "run.yaml", "--gpu-memory", "24 gibi"],
+        ["merge", "--base", "a", "--adapter", "b", "--out", "c", "--base-weights", "int8"],
+    ],
+)
+def test_wrong_usage_is_exit_2(arguments: list[str], tmp_path: Path) -> None:
+    done = tuneserve(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,149 @@
+"""The run file: all problems at once, with field paths; nothing is guessed."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from tuneserve.config import RunFile, load_run_file, parse_run, parse_size
+from tuneserve.errors import RunFileError
+
+ROOT = Path(__file__).parents[2]
+GOOD: dict[str, Any] = {
+    "name": "demo",
+    "model": {"base": "org/name"},
+    "data": {"train": "train.jsonl"},
+}
+
+
+def wrong(**changes: Any) -> RunFileError:
+    data = copy.deepcopy(GOOD)
+    for path, value in changes.items():
+        node = data
+        *parents, last = path.split("__")
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = value
+    with pytest.raises(RunFileError) as caught:
+        parse_run(data)
+    return caught.value
+
+
+def test_all_wrong_fields_are_reported_at_once_with_their_paths() -> None:
+    error = wrong(
+        name="Bad Name", train__lora__r=0, data__max_rejected=2, serve__prot=80, quantize__bits=3
+    )
+    assert set(error.details["fields"]) == {
+        "name",
+        "train.lora.r",
+        "data.max_rejected",
+        "serve.prot",
+        "quantize.bits",
+    }
+    assert "5 fields are wrong" in error.message
+    assert "serve.prot: there is no such field" in error.message
+    assert error.hint and error.exit_status == 2
+
+
+def test_a_missing_section_is_named() -> None:
+    with pytest.raises(RunFileError, match="model: is missing"):
+        parse_run({"name": "a", "data": {"train": "x"}})
+
+
+def test_a_micro_batch_that_does_not_divide_is_refused() -> None:
+    error = wrong(train__effective_batch=10, train__micro_batch=4)
+    assert "effective_batch 10 is not a multiple of micro_batch 4" in error.message
+
+
+@pytest.mark.parametrize("size", [0, 48, 256, "64 weights"])
+def test_group_sizes_that_vllm_does_not_serve_are_refused(size: Any) -> None:
+    assert wrong(quantize__group_size=size).details["fields"] == ["quantize.group_size"]
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("24GiB", 24 * 2**30), ("700 MiB", 700 * 2**20), ("1.5GB", 1_500_000_000), (12, 12)],
+)
+def test_sizes(text: Any, count: int) -> None:
+    assert parse_size(text) == count
+
+
+@pytest.mark.parametrize("text", ["24 gibi", "-3GiB", "GiB", "nan"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    assert wrong(merge__max_memory=text).details["fields"] == ["merge.max_memory"]
+
+
+@pytest.mark.parametrize(
+    ("content", "where"),
+    [
+        ("name: a\nname: b\n", ":2:1: the key 'name' occurs twice"),
+        ("name: [a\n", ":2:1: "),
+        ("- a\n", "holds list"),
+        ("", "holds NoneType"),
+    ],
+)
+def test_broken_yaml_says_where(tmp_path: Path, content: str, where: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(content)
+    with pytest.raises(RunFileError) as caught:
+        load_run_file(path)
+    assert f"{path}" in caught.value.message and where in caught.value.message
+
+
+def test_yaml_can_not_make_python_objects(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("name: !!python/object/apply:os.system ['true']\n")
+    with pytest.raises(RunFileError, match="could not determine a constructor"):
+        load_run_file(path)
+
+
+def test_a_missing_run_file_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(RunFileError, match="cannot be read") as caught:
+        load_run_file(tmp_path / "none.yaml")
+    assert caught.value.hint
+
+
+def test_paths_are_taken_from_the_run_files_folder(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "name: a\nmodel: {base: base, chat_template: t.jinja}\n"
+        "data: {train: [d/*.jsonl, 's3://bucket/x.jsonl', /abs/x.jsonl]}\nstore: {root: store}\n"
+    )
+    run = load_run_file(path)
+    assert run.model.base == str(tmp_path / "base")
+    assert run.model.chat_template == str(tmp_path / "t.jinja")
+    assert run.data.train == [f"{tmp_path}/d/*.jsonl", "s3://bucket/x.jsonl", "/abs/x.jsonl"]
+    assert run.store.root == str(tmp_path / "store")
+
+
+def test_a_hub_id_stays_a_hub_id(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("name: a\nmodel: {base: org/name}\ndata: {train: x.jsonl}\n")
+    assert load_run_file(path).model.base == "org/name"
+
+
+def test_every_field_is_described_and_frozen() -> None:
+    def walk(model: type[BaseModel], path: str) -> list[str]:
+        missing = []
+        assert model.model_config["frozen"] and model.model_config["extra"] == "forbid"
+        for name, field in model.model_fields.items():
+            if not field.description:
+                missing.append(f"{path}{name}")
+            if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+                missing += walk(field.annotation, f"{path}{name}.")
+        return missing
+
+    assert walk(RunFile, "") == []
+
+
+def test_every_shipped_run_file_loads() -> None:
+    files = sorted((ROOT / "deploy" / "runs").glob("*.yaml"))
+    assert files
+    for file in files:
+        run = load_run_file(file)
+        assert all(Path(p).exists() for p in [*run.data.train, *run.data.eval]), file
