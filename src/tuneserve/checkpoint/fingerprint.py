@@ -1,8 +1,10 @@
-"""Who a base model is, without reading it whole: recorded when an adapter is trained, checked at the merge.
+"""Who a base model is, without reading it whole: recorded when an adapter is trained, checked at
+the merge.
 
-Two folders have the same fingerprint when their configs agree in everything that changes what the model
-computes, their tensors have the same names, dtypes and shapes, and sampled blocks of every tensor hold the
-same bytes. How the tensors are spread over files does not matter. About 12 KiB are read per tensor.
+Two folders have the same fingerprint when their configs agree in everything that changes what the
+model computes, their tensors have the same names, dtypes and shapes, and sampled blocks of every
+tensor hold the same bytes. How the tensors are spread over files does not matter. About 12 KiB are
+read per tensor.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from tuneserve.errors import ModelError
 FORMAT = 1
 _BLOCK_BYTES = 4096
 
-# Single tensors are recorded so that a difference can be named; with more than this many (experts), only
-# the digests over all of them are kept, or the record would be megabytes.
+# Single tensors are recorded so that a difference can be named; with more than this many
+# (experts), only the digests over all of them are kept, or the record would be megabytes.
 _MAX_NAMED_TENSORS = 5000
 
 # They say where a config came from or how a library runs it, not what the model is.
@@ -70,7 +72,9 @@ def fingerprint(model_dir: Path) -> dict[str, Any]:
 
 
 def compare(recorded: Mapping[str, Any], model_dir: Path) -> list[str]:
-    """What differs between a recorded fingerprint and a model folder; empty when it is the same base."""
+    """What differs between a recorded fingerprint and a model folder; empty when it is the same
+    base.
+    """
     found = fingerprint(model_dir)
     if recorded.get("digest") == found["digest"]:
         return []

@@ -1,8 +1,9 @@
 """Safetensors headers and the folders that hold them.
 
-A safetensors file is 8 bytes with the header's length (little-endian), the header as JSON, then the tensors'
-bytes without holes (format: https://github.com/huggingface/safetensors, "Format"). Everything a plan needs is
-in the header, so a 140 GB checkpoint is understood by reading a few megabytes.
+A safetensors file is 8 bytes with the header's length (little-endian), the header as JSON, then
+the tensors' bytes without holes (format: https://github.com/huggingface/safetensors, "Format").
+Everything a plan needs is in the header, so a 140 GB checkpoint is understood by reading a few
+megabytes.
 """
 
 from __future__ import annotations
@@ -78,7 +79,9 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Shard:
-    """One safetensors file. `raw` is its header as stored, padding included; tensors in file order."""
+    """One safetensors file. `raw` is its header as stored, padding included; tensors in file
+    order.
+    """
 
     file: Path
     raw: bytes
@@ -96,8 +99,8 @@ def read_header(path: Path) -> Shard:
     """Read and check the header of one safetensors file.
 
     Raises:
-        ModelError: The file cannot be read, is cut short, or its header breaks the format; all faults of
-            the header's entries are listed, with the tensors' names.
+        ModelError: The file cannot be read, is cut short, or its header breaks the format; all
+            faults of the header's entries are listed, with the tensors' names.
     """
     try:
         with path.open("rb", buffering=0) as stream:
@@ -223,8 +226,8 @@ class Checkpoint:
         """Read every header of a model folder: one `model.safetensors`, or shards with an index.
 
         Raises:
-            ModelError: Nothing usable is there, shards are missing or broken, or the index and the files
-                name different tensors.
+            ModelError: Nothing usable is there, shards are missing or broken, or the index and the
+                files name different tensors.
         """
         if not folder.is_dir():
             raise ModelError(f"{folder}: is not a folder", expected="a folder with a model")

@@ -1,0 +1,168 @@
+"""What is read and checked before a merge writes a byte."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tuneserve.checkpoint.fingerprint import compare, fingerprint
+from tuneserve.checkpoint.headers import Checkpoint, TensorInfo
+from tuneserve.errors import AdapterError, ModelError, OutputExists
+from tuneserve.merge import companions as small
+from tuneserve.merge.adapter import Adapter, open_adapter
+from tuneserve.merge.plan import MergePlan, plan_merge
+from tuneserve.merge.proof import FORMAT, versions
+from tuneserve.merge.tiling import Budget, budget
+
+BaseWeights = Literal["original", "nf4"]
+
+
+@dataclass
+class Job:
+    """A merge that was planned and checked."""
+
+    base: Checkpoint
+    adapter: Adapter
+    plan: MergePlan
+    budget: Budget
+    companions: small.Companions
+    base_weights: BaseWeights
+    nf4: dict[str, Any] | None
+    fingerprint: dict[str, Any]
+    fingerprint_checked: bool
+    key: str
+    notes: tuple[str, ...]
+
+
+def prepare(
+    base: Path,
+    adapter: Path,
+    out: Path,
+    base_weights: BaseWeights,
+    max_memory_bytes: int | None,
+    tokenizer_from: Path | None,
+) -> Job:
+    """Everything that can be refused is refused here, before a byte is written."""
+    if out.exists() and not out.is_dir():
+        raise OutputExists(f"{out}: is a file", expected="a folder, or a new name")
+    checkpoint = Checkpoint.open(base)
+    config = small.read_json(base / "config.json")
+    _refuse_quantized(base, config)
+    opened = open_adapter(adapter)
+    notes: list[str] = []
+    checked = _check_fingerprint(base, adapter, notes)
+    nf4, modules = _nf4_settings(adapter) if base_weights == "nf4" else (None, frozenset())
+    plan = plan_merge(checkpoint, config, opened, modules)
+    _check_aliases(plan)
+    found = small.collect(base, config, plan.config, adapter, tokenizer_from)
+    small.check_vocabulary(found, plan.vocabulary, adapter)
+    return Job(
+        checkpoint,
+        opened,
+        plan,
+        budget(plan, max_memory_bytes),
+        found,
+        base_weights,
+        nf4,
+        fingerprint(base),
+        checked,
+        _key(checkpoint, opened, found, base_weights, nf4),
+        (*notes, *found.notes),
+    )
+
+
+def _refuse_quantized(base: Path, config: Mapping[str, Any]) -> None:
+    settings = config.get("quantization_config") or config.get("compression_config")
+    if settings:
+        method = settings.get("quant_method", "?") if isinstance(settings, dict) else "?"
+        raise ModelError(
+            f"{base}: its weights are quantized ({method})",
+            expected="the 16-bit weights",
+            hint="a merge into quantized weights would round the adapter away: pass the original "
+            "16-bit model, and quantize the result",
+        )
+
+
+def _check_fingerprint(base: Path, adapter: Path, notes: list[str]) -> bool:
+    """Whether the adapter's record of its base was there; it then agrees."""
+    path = adapter / "base_fingerprint.json"
+    if not path.is_file():
+        notes.append(
+            f"{adapter} does not say which base it was trained on: shapes alone are checked"
+        )
+        return False
+    differences = compare(small.read_json(path), base)
+    if differences:
+        more = f" and {len(differences) - 5} more" if len(differences) > 5 else ""
+        raise AdapterError(
+            f"{base}: is not the base that {adapter} was trained on; "
+            f"different: {', '.join(differences[:5])}{more}",
+            expected="the same config and weights as in training",
+            hint="pass the base of the training run",
+            details={"differences": differences[:100]},
+        )
+    return True
+
+
+def _nf4_settings(adapter: Path) -> tuple[dict[str, Any], frozenset[str]]:
+    """How training quantized the base, and which modules, from its sidecar."""
+    path = adapter / "training.json"
+    sidecar = small.read_json(path) if path.is_file() else {}
+    settings, modules = sidecar.get("quantization"), sidecar.get("quantized_modules")
+    if not settings or not modules:
+        raise AdapterError(
+            f"{adapter}: does not say how its base was quantized in training",
+            expected="training.json with quantization and quantized_modules",
+            hint="merge onto the original weights (--base-weights original)",
+        )
+    if settings.get("quant_type", "nf4") not in ("nf4", "fp4"):
+        raise AdapterError(f"{path}: quant_type {settings['quant_type']!r} is not known")
+    return dict(settings), frozenset(modules)
+
+
+def _check_aliases(plan: MergePlan) -> None:
+    """The same parameter saved under two names must be the same bytes."""
+    for first, second in plan.aliases:
+        if (
+            first.dtype != second.dtype
+            or first.shape != second.shape
+            or _bytes_differ(first, second)
+        ):
+            raise AdapterError(
+                f"{first.file}: {first.name} and {second.name} are one parameter of the model, "
+                "but hold different values",
+                hint="train again with ensure_weight_tying, or without tying",
+            )
+
+
+def _bytes_differ(first: TensorInfo, second: TensorInfo) -> bool:
+    step = 2**22
+    with first.file.open("rb", buffering=0) as stream:
+        descriptor = stream.fileno()
+        return any(
+            os.pread(descriptor, min(step, first.nbytes - at), first.begin + at)
+            != os.pread(descriptor, min(step, first.nbytes - at), second.begin + at)
+            for at in range(0, first.nbytes, step)
+        )
+
+
+def _key(
+    base: Checkpoint,
+    adapter: Adapter,
+    companions: small.Companions,
+    base_weights: BaseWeights,
+    nf4: dict[str, Any] | None,
+) -> str:
+    """Which merge this is: the same key writes the same bytes."""
+    shards = [
+        [s.file.name, s.file_bytes, s.file.stat().st_mtime_ns, hashlib.sha256(s.raw).hexdigest()]
+        for s in base.shards
+    ]
+    files = {name: hashlib.sha256(data).hexdigest() for name, data in companions.files.items()}
+    parts = [FORMAT, shards, adapter.digest(), files, base_weights, nf4, versions()]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

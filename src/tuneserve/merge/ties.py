@@ -1,0 +1,110 @@
+"""Input embedding and output head: which tensors they are, and whether they stay one tensor.
+
+A tied model stores one tensor for both. PEFT unties them when only one was trained, or both apart;
+then the merged checkpoint needs a head of its own and `tie_word_embeddings: false`. A LoRA update
+on one of a tied pair changes, in PEFT's merge, the other as well (peft issue 2018); here the pair
+is untied instead, so that the merged model computes what the trained one did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tuneserve.checkpoint.headers import Checkpoint, TensorInfo
+from tuneserve.merge.adapter import Adapter
+
+_EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings")
+_HEADS = ("lm_head", "embed_out")
+
+
+@dataclass(frozen=True)
+class Ties:
+    """The pair.
+
+    Attributes:
+        embedding: Tensor of the input embedding; empty where none was recognized.
+        head: Name of the output head's weight, stored or not; empty where none was recognized.
+        new_head: Name of a head that the base does not store and the merged checkpoint must; else
+            empty.
+        head_follows_saved: The new head starts from the saved embedding (it grew), not from the
+            base's.
+        skipped: Saved parameters that are the same tensor as another one.
+        aliases: Adapter tensors that must hold the same bytes.
+    """
+
+    embedding: str = ""
+    head: str = ""
+    new_head: str = ""
+    head_follows_saved: bool = False
+    skipped: frozenset[str] = frozenset()
+    aliases: tuple[tuple[TensorInfo, TensorInfo], ...] = ()
+
+
+def is_tied(config: Mapping[str, Any], head_stored: bool) -> bool:
+    """Whether the base computes its logits with the input embedding."""
+    text = config.get("text_config")
+    flag = config.get("tie_word_embeddings")
+    if flag is None and isinstance(text, dict):
+        flag = text.get("tie_word_embeddings")
+    # Old configs leave the flag out where the architecture's default is true: then no head is
+    # stored.
+    return not head_stored and flag is not False
+
+
+def find_ties(
+    base: Checkpoint,
+    config: Mapping[str, Any],
+    adapter: Adapter,
+    locate: Callable[[str], str],
+    problems: list[str],
+) -> Ties:
+    """Recognize the pair and decide whether it stays tied; misfits are added to `problems`."""
+    embeddings = [n for n in base.tensors if _module(n) in _EMBEDDINGS and n.endswith(".weight")]
+    embedding = min(embeddings, key=lambda n: (n.count("."), len(n)), default="")
+    stored = [n for n in base.tensors if _module(n) in _HEADS and n.endswith(".weight")]
+    if stored or not embedding:
+        return Ties(embedding, stored[0] if stored else "")
+    if not is_tied(config, head_stored=False):
+        return Ties(embedding)
+    head = _head_name(adapter)
+    head_module = head.removesuffix(".weight")
+    embedding_saved = _saved_as(adapter, embedding, locate)
+    embedding_module = embedding_saved.removesuffix(".weight")
+    head_saved = head in adapter.saved
+    ensured = bool(adapter.config.get("ensure_weight_tying"))
+    lora_on_pair = head_module in adapter.loras or any(
+        locate(f"{m}.weight") == embedding for m in adapter.loras
+    )
+    if ensured and lora_on_pair:
+        problems.append("ensure_weight_tying with LoRA on the embedding is not handled")
+    trained_whole = [m for m in (embedding_module, head_module) if m and adapter.saves_module(m)]
+    stays = (
+        not lora_on_pair and head_module not in adapter.tokens and (ensured or not trained_whole)
+    )
+    if not stays:
+        grown = bool(embedding_saved) and embedding_module not in trained_whole
+        return Ties(embedding, head, head, head_follows_saved=grown and not head_saved)
+    if head_saved and embedding_saved:
+        pair = (adapter.saved[embedding_saved][0], adapter.saved[head][0])
+        others = tuple((pair[1], info) for info in adapter.saved[head][1:])
+        return Ties(embedding, head, skipped=frozenset({head}), aliases=(pair, *others))
+    return Ties(embedding, head)
+
+
+def _module(name: str) -> str:
+    """The last part of the path of the module that holds a parameter."""
+    return name.rpartition(".")[0].rpartition(".")[2]
+
+
+def _head_name(adapter: Adapter) -> str:
+    """What the head is called in the running model; `lm_head` where the adapter does not mention
+    it.
+    """
+    names = [*(f"{m}.weight" for m in (*adapter.loras, *adapter.tokens)), *adapter.saved]
+    return next((n for n in names if _module(n) in _HEADS), "lm_head.weight")
+
+
+def _saved_as(adapter: Adapter, embedding: str, locate: Callable[[str], str]) -> str:
+    return next((n for n in adapter.saved if locate(n) == embedding), "")

@@ -1,0 +1,209 @@
+"""The arithmetic of the merge, one tile of rows at a time. Engine file: imports torch.
+
+Everything is added in float32 and rounded once to the base's dtype. PEFT does the same for linear
+layers (`W.data += B @ A * scale` promotes to float32), so the results are equal bit for bit; tiles
+of fewer than `MIN_ROWS` rows can take another path through the matrix library and differ in the
+last bit, so no tile is smaller unless the tensor is. For embeddings PEFT rounds the update to the
+base's dtype before it adds: there the results differ by at most one unit in the last place of the
+update.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from tuneserve.checkpoint.headers import TensorInfo
+from tuneserve.errors import AdapterError
+from tuneserve.merge.plan import Output
+from tuneserve.merge.tiling import MIN_ROWS
+
+TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+RowReader = Callable[[int, int], torch.Tensor]
+"""Gives rows begin to end of a tensor's source, in its stored dtype."""
+
+
+@dataclass
+class Effect:
+    """What adding did to one tensor, in squared norms summed over tiles.
+
+    Attributes:
+        delta: Of the exact change.
+        lost: Of the part that rounding to the base's dtype took away.
+    """
+
+    delta: float = 0.0
+    lost: float = 0.0
+
+    @property
+    def survival(self) -> float:
+        """Share of the change's norm that survived rounding: 1 - ||applied - exact|| / ||exact||."""
+        return 1.0 - min(1.0, math.sqrt(self.lost / self.delta)) if self.delta else 1.0
+
+
+class AdapterReader:
+    """Reads parts of adapter tensors as float32."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def rows(self, info: TensorInfo, begin: int = 0, end: int | None = None) -> torch.Tensor:
+        """Rows begin to end (all by default), float32, contiguous."""
+        end = info.shape[0] if end is None else end
+        row_bytes = info.nbytes // max(info.shape[0], 1)
+        data = bytearray((end - begin) * row_bytes)
+        _read_exactly(self.descriptor, memoryview(data), info.begin + begin * row_bytes)
+        flat = torch.frombuffer(data, dtype=TORCH_DTYPES[info.dtype])
+        return flat.view(end - begin, *info.shape[1:]).float()
+
+    def columns(self, info: TensorInfo, begin: int, end: int) -> torch.Tensor:
+        """Columns begin to end of a matrix, float32, contiguous."""
+        count, width = info.shape
+        item = info.nbytes // (count * width)
+        step = (end - begin) * item
+        data = bytearray(count * step)
+        view = memoryview(data)
+        for row in range(count):
+            offset = info.begin + (row * width + begin) * item
+            _read_exactly(self.descriptor, view[row * step : (row + 1) * step], offset)
+        flat = torch.frombuffer(data, dtype=TORCH_DTYPES[info.dtype])
+        return flat.view(count, end - begin).float()
+
+
+def _read_exactly(descriptor: int, view: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(view):
+        count = os.preadv(descriptor, [view[done:]], offset + done)
+        if not count:
+            raise AdapterError(
+                "the adapter's weights changed while they were read", hint="run again"
+            )
+        done += count
+
+
+class TensorMerger:
+    """Merges the tiles of one output tensor. `tile` works in place on the tile's bytes."""
+
+    def __init__(self, output: Output, adapter: AdapterReader, read_base: RowReader) -> None:
+        self.output, self.op, self.adapter = output, output.op, adapter
+        self.dtype = TORCH_DTYPES[output.dtype]
+        self.effect = Effect()
+        self.lora = output.op.lora
+        self._flipped = self.lora is not None and (
+            self.lora.embedding or output.op.stored_transposed
+        )
+        self._fixed: torch.Tensor | None = None  # the factor that every tile needs whole
+        self._factors: torch.Tensor | None = None  # DoRA factors where they are per stored column
+        if self.lora:
+            fixed = self.lora.b if self._flipped else self.lora.a
+            self._fixed = adapter.rows(fixed)
+            if self.lora.magnitude and self._flipped:
+                self._factors = self._column_factors(read_base)
+
+    def tile(self, weight: torch.Tensor, begin: int) -> None:
+        """Replace `weight`, rows from `begin` on in the stored dtype, by the merged rows.
+
+        Raises:
+            AdapterError: The result is not finite.
+        """
+        end = begin + weight.shape[0]
+        if self.lora:
+            self._add_update(weight, begin, end)
+        if self.op.tokens:
+            self._put_tokens(weight, begin, end)
+        if self.op.bias:
+            assert self.op.bias.bias is not None
+            addend = self.adapter.rows(self.op.bias.bias, begin, end) * self.op.bias.scale
+            self._store(weight, _exact(weight), addend)
+
+    def _delta(self, begin: int, end: int) -> torch.Tensor:
+        """Rows of the scaled update, in the stored orientation, float32."""
+        assert self.lora is not None and self._fixed is not None
+        if self._flipped:
+            product = (self._fixed @ self.adapter.columns(self.lora.a, begin, end)).T
+        else:
+            product = self.adapter.rows(self.lora.b, begin, end) @ self._fixed
+        return product.mul_(self.lora.scale)
+
+    def _add_update(self, weight: torch.Tensor, begin: int, end: int) -> None:
+        assert self.lora is not None
+        exact = _exact(weight)
+        delta = self._delta(begin, end)
+        if self.lora.magnitude is None:
+            self._store(weight, exact, delta)
+            return
+        merged = exact + delta
+        if self._factors is None:
+            magnitude = self.adapter.rows(self.lora.magnitude, begin, end).view(-1)
+            factors = (magnitude / torch.linalg.norm(merged, dim=1)).view(-1, 1)
+        else:
+            factors = self._factors.view(1, -1)
+        merged.mul_(factors)
+        self._store(weight, exact, merged - exact, merged)
+
+    def _store(
+        self,
+        weight: torch.Tensor,
+        before: torch.Tensor,
+        delta: torch.Tensor,
+        merged: torch.Tensor | None = None,
+    ) -> None:
+        """Round before + delta into `weight`, and account for what the rounding lost.
+
+        A value that is not finite, before or after rounding, makes the loss not finite.
+        """
+        self.effect.delta += float(torch.linalg.vector_norm(delta)) ** 2
+        exact = before.add_(delta) if merged is None else merged
+        weight.copy_(exact)
+        lost = float(torch.linalg.vector_norm(exact.sub_(weight))) ** 2
+        if not math.isfinite(lost):
+            raise AdapterError(
+                f"{self.output.name}: the merged weight is not finite in {self.output.dtype}",
+                expected="finite weights",
+                hint="the adapter diverged in training, or the base holds values that are not finite",
+                details={"tensor": self.output.name},
+            )
+        self.effect.lost += lost
+
+    def _put_tokens(self, weight: torch.Tensor, begin: int, end: int) -> None:
+        assert self.op.tokens is not None
+        info, rows = self.op.tokens
+        for position, row in enumerate(rows):
+            if begin <= row < end:
+                weight[row - begin].copy_(self.adapter.rows(info, position, position + 1)[0])
+
+    def _column_factors(self, read_base: RowReader) -> torch.Tensor:
+        """DoRA factors of a weight whose outputs are its stored columns (Conv1D, embeddings).
+
+        The norms run over the rows. In one piece they are computed as PEFT computes them; a weight
+        too large for that is summed in float64 over tiles, which differs from PEFT's float32 by
+        rounding.
+        """
+        assert self.lora is not None and self.lora.magnitude is not None
+        count, width = self.output.shape
+        magnitude = self.adapter.rows(self.lora.magnitude).view(-1)
+        if count * width <= WHOLE_NORM_ELEMENTS:
+            weight = read_base(0, count)
+            delta = (self._fixed @ self.adapter.rows(self.lora.a)) * self.lora.scale
+            return magnitude / torch.linalg.norm(weight.T + delta, dim=1)
+        squares = torch.zeros(width, dtype=torch.float64)
+        step = max(MIN_ROWS, WHOLE_NORM_ELEMENTS // 4 // width)
+        for begin in range(0, count, step):
+            end = min(begin + step, count)
+            tile = _exact(read_base(begin, end)).add_(self._delta(begin, end))
+            squares += tile.double().square_().sum(0)
+        return magnitude / squares.sqrt().float()
+
+
+def _exact(weight: torch.Tensor) -> torch.Tensor:
+    """A float32 copy, also of a weight that is float32 already."""
+    return weight.to(torch.float32, copy=True)
+
+
+# 4M elements are 16 MiB in float32, and three such arrays are alive at once.
+WHOLE_NORM_ELEMENTS = 4 * 2**20

@@ -1,0 +1,274 @@
+"""The streaming merge against PEFT's merge_and_unload of the same saved adapter, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from tuneserve.checkpoint.headers import Checkpoint
+from tuneserve.merge import merge_adapter
+from tuneserve.merge.proof import read_proof, verify
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def llama(**changes: Any) -> Any:
+    settings: dict[str, Any] = {
+        "vocab_size": 97,
+        "hidden_size": 96,
+        "intermediate_size": 168,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+    }
+    return LlamaConfig(**{**settings, **changes})
+
+
+def qwen(**changes: Any) -> Any:
+    from transformers import Qwen2Config
+
+    return Qwen2Config(**{**llama().to_dict(), "model_type": "qwen2", **changes})
+
+
+def phi3(**changes: Any) -> Any:
+    from transformers import Phi3Config
+
+    settings = {**llama().to_dict(), "model_type": "phi3", "pad_token_id": 0, **changes}
+    return Phi3Config(**settings)
+
+
+def gpt2(**changes: Any) -> Any:
+    from transformers import GPT2Config
+
+    return GPT2Config(
+        **{"vocab_size": 97, "n_embd": 96, "n_layer": 2, "n_head": 4, "n_positions": 64, **changes}
+    )
+
+
+def make_base(
+    folder: Path, config: Any, dtype: torch.dtype = torch.bfloat16, shard_size: str = "5GB"
+) -> Path:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():  # biases too: zeros would hide mistakes
+            parameter.copy_(torch.randn_like(parameter) * 0.05)
+    model.to(dtype).save_pretrained(folder, max_shard_size=shard_size)
+    return folder
+
+
+def train(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
+    """Random values in place of training: every adapter parameter gets something to lose."""
+    peft = get_peft_model(model, config)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in peft.named_parameters():
+            if parameter.requires_grad:
+                noise = torch.randn(parameter.shape, generator=generator)
+                if "magnitude" in name:
+                    parameter.mul_(1 + 0.1 * noise.to(parameter))
+                else:
+                    parameter.add_((noise * 0.03).to(parameter))
+    return peft
+
+
+def load(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found.update(load_file(path))
+    return found
+
+
+def assert_same_model(folder: Path, expected: Any, tolerance: float = 0.0) -> None:
+    """The merged folder, loaded strictly, holds the same parameters as PEFT's merged model."""
+    merged, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype="auto", output_loading_info=True
+    )
+    assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    ours, theirs = dict(merged.named_parameters()), dict(expected.named_parameters())
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert ours[name].dtype == value.dtype, name
+        if tolerance:
+            torch.testing.assert_close(ours[name], value, rtol=tolerance, atol=tolerance)
+        else:
+            assert torch.equal(ours[name], value), (
+                f"{name}: {int((ours[name] != value).sum())} of {value.numel()} elements differ"
+            )
+
+
+@dataclass
+class Case:
+    lora: dict[str, Any]
+    config: Callable[..., Any] = llama
+    model: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.bfloat16
+    tolerance: float = 0.0
+    kinds: set[str] = field(default_factory=lambda: {"copy", "lora"})
+
+
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+PATTERNS = {
+    "rank_pattern": {"q_proj": 8, r"layers\.1\.mlp\.up_proj": 2},
+    "alpha_pattern": {r".*\.0\..*o_proj": 64, "down_proj": 3},
+}
+CASES = {
+    "lora": Case({"target_modules": ALL}),
+    "lora-fp16": Case({"target_modules": ALL}, dtype=torch.float16),
+    "lora-fp32": Case({"target_modules": ALL}, dtype=torch.float32),
+    "rslora": Case({"target_modules": ALL, "use_rslora": True, "r": 16, "lora_alpha": 16}),
+    "patterns": Case({"target_modules": ALL, **PATTERNS}),
+    "rslora-patterns": Case({"target_modules": ALL, **PATTERNS, "use_rslora": True}),
+    "regex-targets": Case({"target_modules": r".*\.(q|up)_proj"}),
+    "some-layers": Case({"target_modules": ["q_proj"], "layers_to_transform": [1]}),
+    "tied": Case({"target_modules": ALL}, model={"tie_word_embeddings": True}),
+    "qwen-biases": Case({"target_modules": ALL}, config=qwen),
+    "qwen-lora-bias": Case(
+        {"target_modules": ["q_proj", "v_proj"], "lora_bias": True},
+        config=qwen,
+        kinds={"copy", "lora", "bias"},
+    ),
+    "qwen-bias-all": Case(
+        {"target_modules": ["q_proj"], "bias": "all"},
+        config=qwen,
+        kinds={"copy", "lora", "replace"},
+    ),
+    "qwen-bias-lora-only": Case(
+        {"target_modules": ["q_proj"], "bias": "lora_only"},
+        config=qwen,
+        kinds={"copy", "lora", "replace"},
+    ),
+    "phi3-fused": Case({"target_modules": ["qkv_proj", "gate_up_proj"]}, config=phi3),
+    "gpt2-conv1d": Case(
+        {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}, config=gpt2
+    ),
+    "gpt2-dora": Case(
+        {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True, "use_dora": True},
+        config=gpt2,
+        kinds={"copy", "dora"},
+    ),
+    "dora": Case({"target_modules": ALL, "use_dora": True}, kinds={"copy", "dora"}),
+    "dora-fp32": Case(
+        {"target_modules": ALL, "use_dora": True}, dtype=torch.float32, kinds={"copy", "dora"}
+    ),
+    "dora-patterns": Case(
+        {"target_modules": ALL, "use_dora": True, **PATTERNS}, kinds={"copy", "dora"}
+    ),
+    "head": Case({"target_modules": ["q_proj", "lm_head"]}),
+    "embedding-fp32": Case(
+        {"target_modules": ["q_proj", "embed_tokens"]}, dtype=torch.float32, kinds={"copy", "lora"}
+    ),
+    "embedding-dora-fp32": Case(
+        {"target_modules": ["q_proj", "embed_tokens"], "use_dora": True},
+        dtype=torch.float32,
+        kinds={"copy", "dora"},
+    ),
+    # PEFT rounds the update of an embedding to bfloat16 before it adds: 2**-8 of the update.
+    "embedding-bf16": Case({"target_modules": ["embed_tokens"]}, tolerance=2**-8),
+    "saved-untied": Case(
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+        kinds={"copy", "lora", "replace"},
+    ),
+    "saved-norm": Case(
+        {"target_modules": ["q_proj"], "modules_to_save": ["input_layernorm"]},
+        kinds={"copy", "lora", "replace"},
+    ),
+    "saved-embedding-tied": Case(
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+        model={"tie_word_embeddings": True},
+        kinds={"copy", "lora", "replace"},
+    ),
+    "saved-head-tied": Case(
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        model={"tie_word_embeddings": True},
+        kinds={"copy", "lora", "replace"},
+    ),
+    "saved-both-tied": Case(
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+        model={"tie_word_embeddings": True},
+        kinds={"copy", "lora", "replace"},
+    ),
+    "saved-both-ensured": Case(
+        {
+            "target_modules": ["q_proj"],
+            "modules_to_save": ["embed_tokens", "lm_head"],
+            "ensure_weight_tying": True,
+        },
+        model={"tie_word_embeddings": True},
+        kinds={"copy", "lora", "replace"},
+    ),
+    "saved-embedding-ensured": Case(
+        {
+            "target_modules": ["q_proj"],
+            "modules_to_save": ["embed_tokens"],
+            "ensure_weight_tying": True,
+        },
+        model={"tie_word_embeddings": True},
+        kinds={"copy", "lora", "replace"},
+    ),
+    "tokens-tied": Case(
+        {"target_modules": ["q_proj"], "trainable_token_indices": [3, 96, 7]},
+        model={"tie_word_embeddings": True},
+        kinds={"copy", "lora", "tokens"},
+    ),
+    "tokens-untied": Case(
+        {"target_modules": ["q_proj"], "trainable_token_indices": [3, 96, 7]},
+        kinds={"copy", "lora", "tokens"},
+    ),
+    "tokens-both": Case(
+        {
+            "target_modules": ["q_proj"],
+            "trainable_token_indices": {"embed_tokens": [1, 2], "lm_head": [1, 2]},
+        },
+        model={"tie_word_embeddings": True},
+        kinds={"copy", "lora", "tokens"},
+    ),
+    "tokens-apart": Case(
+        {
+            "target_modules": ["q_proj"],
+            "trainable_token_indices": {"embed_tokens": [1, 2], "lm_head": [4]},
+        },
+        model={"tie_word_embeddings": True},
+        kinds={"copy", "lora", "tokens"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_peft(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    base = make_base(tmp_path / "base", case.config(**case.model), case.dtype)
+    adapter = tmp_path / "adapter"
+    config = LoraConfig(**{"r": 4, "lora_alpha": 12, "task_type": "CAUSAL_LM", **case.lora})
+    train(load(base), config).save_pretrained(adapter)
+
+    result = merge_adapter(base, adapter, tmp_path / "out", sample=False)
+
+    expected = PeftModel.from_pretrained(load(base), adapter).merge_and_unload()
+    assert_same_model(tmp_path / "out", expected, case.tolerance)
+    proof = read_proof(tmp_path / "out")
+    assert proof is not None
+    assert set(proof["counts"]) == case.kinds
+    assert result.merged + result.copied == len(Checkpoint.open(tmp_path / "out").tensors)
+    verify(tmp_path / "out")
+    before, after = stored(base), stored(tmp_path / "out")
+    for tensor, value in before.items():
+        if tensor not in proof["tensors"]:
+            assert after[tensor].view(torch.uint8).equal(value.view(torch.uint8)), tensor
+    flag = json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"]
+    assert flag == expected.config.tie_word_embeddings
