@@ -30,7 +30,8 @@ def _run_name() -> str:
 
 
 def _execute(call: StageCall) -> StageResult:
-    return StageResult(**_TASKS[call.stage](call.to_json()))
+    state = _TASKS[call.stage](call.to_json(), return_state=True)
+    return StageResult(**state.result())
 
 
 @flow(name="finetune-to-serve", flow_run_name=_run_name)

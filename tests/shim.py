@@ -1,7 +1,8 @@
 """Stages that behave badly in a stated way, in real child processes.
 
 `interpreter(folder)` writes an executable that stands for ``engines.*.python``: it runs the same
-child code as ever, but every stage's entry is `behave` below, which does what `settings` say.
+child code as ever, but every stage's entry is `behave` below, which does what `settings["do"]` or
+the file `behave.json` beside the data says, and notes in `executed.log` that it really ran.
 """
 
 from __future__ import annotations
@@ -51,21 +52,33 @@ def run_file(folder: Path, **changes: Any) -> RunFile:
     )
 
 
-def behave(context: Any) -> dict[str, Any]:
-    """Do what ``settings["do"]`` says."""
-    from tuneserve.errors import DataError, HubError
+def executed(folder: Path) -> list[str]:
+    """The stages that really ran, in order."""
+    log = folder / "executed.log"
+    return log.read_text().split() if log.exists() else []
 
-    settings = context.settings
-    sys.stderr.write("at work\n")
-    if "count" in settings:  # how often this stage really ran
-        path = Path(settings["count"])
-        path.write_text(str(int(path.read_text() or 0) + 1 if path.exists() else 1))
-    match settings.get("do", "write"):
+
+def behave(context: Any) -> dict[str, Any]:
+    """Do what was asked; the metrics hold what the pipeline reads of any stage."""
+    from tuneserve.errors import DataError, GateRefused, HubError
+
+    settings, folder, stage = context.settings, Path(context.run.store.root).parent, sys.argv[2]
+    sys.stderr.write(f"{stage} at work\n")
+    with (folder / "executed.log").open("a") as log:
+        log.write(f"{stage}{':' + settings['method'] if 'method' in settings else ''}\n")
+    asked = folder / "behave.json"
+    told = json.loads(asked.read_text()) if asked.exists() else {}
+    match settings.get("do") or told.get(stage, "write"):
         case "write":
             (context.out / "result.txt").write_text(settings.get("text", "done"))
         case "data error":
             (context.out / "half").write_text("half")
             raise DataError("data.jsonl:1:1: found x", expected="y", hint="mend it")
+        case "refuse":
+            raise GateRefused("served loss 9.0", expected="below 1.0", hint="see the report")
+        case "refuse gptq":
+            if "gptq" in context.inputs["quantized"].manifest["key"]["settings"].values():
+                raise GateRefused("gptq is worse", hint="see the report")
         case "hub error":
             raise HubError("the hub did not answer", hint="wait")
         case "disk full":
@@ -81,7 +94,15 @@ def behave(context: Any) -> dict[str, Any]:
             os.kill(os.getpid(), signal.SIGKILL)
         case "hang":
             _hang(settings)
-    return {"rows": 3}
+    return {
+        "rows": 3,
+        "path": context.run.model.base,
+        "train": {"micro_batch": 2},
+        "merged_loss": 1.0,
+        "endpoint": "http://127.0.0.1:1/v1",
+        "model": "default",
+        "release": "r1",
+    }
 
 
 def _hang(settings: Any) -> None:

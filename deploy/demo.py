@@ -1,0 +1,90 @@
+"""`make demo`: the flow on the demo's run file, then the live endpoint beside the base model."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RUN_FILE = ROOT / "deploy" / "runs" / "demo.yaml"
+
+
+def main() -> int:
+    """Run, ask, show; the exit status is the error's."""
+    # Before Prefect is imported: its database lives beside the artifacts, not in the user's own.
+    from tuneserve.places import home
+
+    os.environ.setdefault("PREFECT_HOME", str(home() / "prefect"))
+    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "INFO")
+    os.environ.setdefault("PREFECT_SERVER_LOGGING_LEVEL", "ERROR")
+    os.chdir(ROOT)  # `from tasks...` and relative places work from the root
+    sys.path.insert(0, str(ROOT))
+    from rich.console import Console
+
+    from flows.finetune_to_serve import finetune_to_serve
+    from tuneserve.errors import TuneserveError
+
+    console = Console()
+    started = time.monotonic()
+    run_file = sys.argv[1] if len(sys.argv) > 1 else str(RUN_FILE)
+    console.print(f"[bold]tuneserve demo[/bold]: {run_file} through Prefect's embedded server")
+    try:
+        result = finetune_to_serve(run_file)
+        _compare(console, result)
+    except TuneserveError as error:
+        console.print(f"[bold red]error[/bold red]: {error}", highlight=False)
+        return error.exit_status
+    _say_what_next(console, result, time.monotonic() - started)
+    return 0
+
+
+def _compare(console: Any, result: dict[str, Any]) -> None:
+    """The same questions to the base model (asked while evaluating) and to the live endpoint."""
+    from rich.table import Table
+
+    from tuneserve.artifacts import Store
+    from tuneserve.ask import ask_endpoint
+    from tuneserve.places import store_root
+
+    evaluation = Store(store_root()).get(result["artifacts"]["evaluation"])
+    lines = (evaluation.path / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+    table = Table("question", "base model", "tuned, 4-bit, served", show_lines=True, expand=True)
+    for sample in map(json.loads, lines):
+        question = sample["messages"][-1]["content"]
+        answer = ask_endpoint(question, name=result["model"], max_tokens=96)
+        table.add_row(question, sample["base"], answer["answer"])
+    console.print(table, markup=False)
+    losses = {k: v for k, v in result["metrics"]["losses"].items() if v is not None}
+    shown = ", ".join(f"{name} {loss:.3f}" for name, loss in losses.items())
+    console.print(f"held-out loss (nats per token, lower is better): {shown}", highlight=False)
+
+
+def _say_what_next(console: Any, result: dict[str, Any], seconds: float) -> None:
+    from tuneserve.places import store_root
+    from tuneserve.progress import human_seconds
+
+    body = {
+        "model": result["model"],
+        "messages": [{"role": "user", "content": "How long is the warranty?"}],
+    }
+    say = console.out  # no wrapping: these lines are copied
+    say("")
+    say(f"ready in {human_seconds(seconds)}; the endpoint is {result['endpoint']}")
+    say("ask it:")
+    say(
+        f"  curl -s {result['endpoint']}/chat/completions -H 'Content-Type: application/json'"
+        f" -d '{json.dumps(body)}'"
+    )
+    say("  .venv/bin/tuneserve ask 'How long is the warranty?'")
+    say(f"artifacts of every step: {store_root()}")
+    for kind, id in result["artifacts"].items():
+        say(f"  {kind:<11}{id}")
+    say("look: .venv/bin/tuneserve status   stop it: .venv/bin/tuneserve down")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

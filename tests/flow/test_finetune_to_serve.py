@@ -1,0 +1,129 @@
+"""The flow on a real Prefect server: order, retries, the cache, what the UI shows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, FlowRunFilter
+from prefect.client.schemas.objects import State, TaskRun
+
+from flows.finetune_to_serve import finetune_to_serve
+from shim import executed, run_file
+from tasks import stage as stage_tasks
+from tuneserve.errors import DataError, GateRefused, HubError
+
+ORDER = ["fetch", "validate", "plan", "train", "merge", "evaluate", "quantize:gptq", "release"]
+
+
+def written(folder: Path, base: Path, **changes: Any) -> str:
+    """A run file on disk whose stages behave as told."""
+    run = run_file(folder, model={"base": str(base)}, merge={"base": "original"}, **changes)
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(run.model_dump(mode="json")))
+    return str(path)
+
+
+def flow_state(path: str) -> State[Any]:
+    return finetune_to_serve(path, return_state=True)
+
+
+def task_runs(state: State[Any]) -> list[TaskRun]:
+    with get_client(sync_client=True) as client:
+        found = client.read_task_runs(
+            flow_run_filter=FlowRunFilter.model_validate(
+                {"id": {"any_": [state.state_details.flow_run_id]}}
+            )
+        )
+    return sorted(found, key=lambda run: run.expected_start_time or run.created)
+
+
+def test_the_stages_run_in_order_and_a_second_run_finds_everything(
+    tmp_path: Path, pico_model: Path
+) -> None:
+    path = written(tmp_path, pico_model)
+    first = finetune_to_serve(path)
+    assert executed(tmp_path) == ORDER
+    assert first["endpoint"].endswith("/v1") and first["release"] == "r1"
+    assert sorted(first["artifacts"]) == [
+        "adapter", "dataset", "evaluation", "merged", "quantized",
+    ]  # fmt: skip
+    state = flow_state(path)
+    assert state.result()["artifacts"] == first["artifacts"]
+    # Only the stages without an artifact ran again.
+    assert executed(tmp_path)[len(ORDER) :] == ["fetch", "plan", "release"]
+    names = {run.task_key.split("-")[0]: run.state_name for run in task_runs(state)}
+    assert len(task_runs(state)) == len(ORDER)
+    assert [run.state_name for run in task_runs(state)].count("Cached") == 5, names
+
+
+def test_changed_data_is_seen_though_the_path_is_the_same(tmp_path: Path, pico_model: Path) -> None:
+    path = written(tmp_path, pico_model)
+    first = finetune_to_serve(path)
+    (tmp_path / "data.jsonl").write_text('{"messages": [1]}\n')
+    second = finetune_to_serve(path)
+    assert executed(tmp_path)[len(ORDER) :] == ORDER
+    assert all(first["artifacts"][k] != second["artifacts"][k] for k in first["artifacts"])
+
+
+def test_a_data_error_is_never_tried_again(tmp_path: Path, pico_model: Path) -> None:
+    path = written(tmp_path, pico_model)
+    (tmp_path / "behave.json").write_text(json.dumps({"validate": "data error"}))
+    with pytest.raises(DataError, match="data.jsonl:1:1"):
+        finetune_to_serve(path)
+    assert executed(tmp_path) == ["fetch", "validate"]
+    assert [p for p in (tmp_path / "store").iterdir() if not p.name.startswith(".")] == []
+
+
+def test_what_can_pass_by_itself_is_tried_again(
+    tmp_path: Path, pico_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flows import finetune_to_serve as module
+
+    quick = stage_tasks.stage_task("fetch", retries=2, description="").with_options(
+        retry_delay_seconds=0
+    )
+    monkeypatch.setitem(module._TASKS, "fetch", quick)
+    path = written(tmp_path, pico_model)
+    (tmp_path / "behave.json").write_text(json.dumps({"fetch": "hub error"}))
+    with pytest.raises(HubError, match="did not answer"):
+        finetune_to_serve(path)
+    assert executed(tmp_path) == ["fetch"] * 3
+
+
+def test_a_refused_export_goes_down_the_ladder(tmp_path: Path, pico_model: Path) -> None:
+    path = written(tmp_path, pico_model, quantize={"methods": ["gptq", "awq", "none"]})
+    (tmp_path / "behave.json").write_text(json.dumps({"release": "refuse gptq"}))
+    result = finetune_to_serve(path)
+    assert executed(tmp_path)[6:] == ["quantize:gptq", "release", "quantize:awq", "release"]
+    assert result["release"] == "r1"
+
+
+def test_when_all_are_refused_the_run_says_so(tmp_path: Path, pico_model: Path) -> None:
+    path = written(tmp_path, pico_model, quantize={"methods": ["gptq", "none"]})
+    (tmp_path / "behave.json").write_text(json.dumps({"release": "refuse"}))
+    with pytest.raises(GateRefused, match="every export of quantize.methods was refused") as caught:
+        finetune_to_serve(path)
+    assert caught.value.details["refused"] == ["served loss 9.0", "served loss 9.0"]
+    assert executed(tmp_path)[6:] == ["quantize:gptq", "release", "release"]
+
+
+def test_the_ui_has_a_page_for_every_stage(tmp_path: Path, pico_model: Path) -> None:
+    finetune_to_serve(written(tmp_path, pico_model, name="ui-pages"))
+    with get_client(sync_client=True) as client:
+        for stage in ("fetch", "validate", "train", "merge", "evaluate", "quantize", "release"):
+            pages = client.read_artifacts(
+                artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=[f"ui-pages-{stage}"]))
+            )
+            assert pages and f"# {stage}" in str(pages[0].data)
+
+
+def test_every_task_belongs_to_a_stage() -> None:
+    from flows.finetune_to_serve import _TASKS
+    from tuneserve.stages import STAGES
+
+    assert set(_TASKS) == set(STAGES)
