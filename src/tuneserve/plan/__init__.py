@@ -1,0 +1,24 @@
+"""Predict what a run takes before anything is spent, from `config.json` alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tuneserve.config import RunFile
+
+
+def plan_run(run: RunFile, *, gpu_memory_bytes: int | None = None) -> dict[str, Any]:
+    """What `tuneserve plan` prints: the keys of `plan --json` and `table`, whether it fits or not.
+
+    Only the base's small files are fetched. The rows are taken to be as long as `data.max_length`.
+
+    Raises:
+        RunFileError: The run would fail later for reasons that show already.
+        ModelError, HubError: The base's config cannot be had.
+    """
+    from tuneserve.checkpoint.base import peek_base
+    from tuneserve.plan.build import plan_for
+
+    base_dir = peek_base(run.model)
+    return plan_for(run, base_dir=base_dir, gpu_memory_bytes=gpu_memory_bytes).to_json()

@@ -1,0 +1,338 @@
+"""The plan: every stage's peak memory and disk against what the machine has."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tuneserve.checkpoint.basecheck import read_config
+from tuneserve.checkpoint.headers import Checkpoint
+from tuneserve.config import RunFile
+from tuneserve.errors import RunFileError
+from tuneserve.places import store_root
+from tuneserve.plan.advice import Advice, train_advice
+from tuneserve.plan.arch import Arch, arch_from_config, with_headers
+from tuneserve.plan.checks import problems, target_linears, warnings
+from tuneserve.plan.constants import DEFAULT, Constants
+from tuneserve.plan.later import (
+    Serving,
+    disk_bytes,
+    evaluate_peak,
+    merge_peak,
+    quantize_peak,
+    serving,
+)
+from tuneserve.plan.machine import Machine, look
+from tuneserve.plan.memory import Peak, Step, train_peak, with_micro_batch
+from tuneserve.plan.rows import DataShape, data_shape_from_metrics
+
+log = logging.getLogger(__name__)
+
+# Without a GPU a longer batch is no faster, and its padding costs as much as its tokens.
+_CPU_BATCH_TOKENS = 2048
+# Longest chats planned for when serve.max_model_len is unset: what clients use, not what fits.
+_SERVE_TOKENS_GPU = 32768
+_SERVE_TOKENS_CPU = 4096
+_SERVE_TOKENS_STEP = 128
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage against what there is.
+
+    Attributes:
+        device: ``GPU`` or ``RAM``: what `peak` is measured in.
+        available_bytes: What the stage may take there; None where that is not known (a supposed
+            card).
+        disk_bytes: What it leaves on disk.
+    """
+
+    name: str
+    device: str
+    peak: Peak
+    available_bytes: int | None
+    disk_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits as far as is known."""
+        return self.available_bytes is None or self.peak.needed_bytes <= self.available_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """As `--json` carries it."""
+        return {
+            "device": self.device,
+            "peak_bytes": self.peak.total_bytes,
+            "needed_bytes": self.peak.needed_bytes,
+            "available_bytes": self.available_bytes,
+            "disk_bytes": self.disk_bytes,
+            "components": dict(self.peak.components),
+            "fits": self.fits,
+        }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will take, and what was chosen for it."""
+
+    arch: Arch
+    machine: Machine
+    step: Step
+    stages: Mapping[str, StagePlan]
+    serving: Serving
+    blue_green_fits: bool
+    trains_while_serving: bool
+    download_bytes: int
+    advice: tuple[Advice, ...] = ()
+    warnings: tuple[str, ...] = field(default=())
+
+    @property
+    def disk_bytes(self) -> int:
+        """All that the run leaves on disk, the base's download included."""
+        return self.download_bytes + sum(stage.disk_bytes for stage in self.stages.values())
+
+    @property
+    def disk_fits(self) -> bool:
+        """Whether it fits on the store's disk (not asked of a machine that is only supposed)."""
+        return self.machine.supposed or self.disk_bytes <= self.machine.disk_free_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether everything fits."""
+        return self.disk_fits and all(stage.fits for stage in self.stages.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """The keys of `plan --json`; `table` is for people."""
+        from tuneserve.plan.table import table
+
+        gpu = self.machine.gpu
+        return {
+            "fits": self.fits,
+            "device": self.machine.device,
+            "parameters": self.arch.weights,
+            "stages": {name: stage.to_json() for name, stage in self.stages.items()},
+            "disk_bytes": self.disk_bytes,
+            "disk_free_bytes": self.machine.disk_free_bytes,
+            "download_bytes": self.download_bytes,
+            "train": {
+                "micro_batch": self.step.micro_batch,
+                "gradient_accumulation": self.step.accumulation,
+                "longest_row_tokens": self.step.length,
+                "while_serving": self.trains_while_serving,
+            },
+            "serve": {
+                "max_model_len": self.serving.max_model_len,
+                "kv_cache_bytes": self.serving.kv_cache_bytes,
+                "kv_bytes_per_token": self.arch.kv_bytes_per_token(),
+                "concurrent_chats": self.serving.concurrent_chats,
+                "blue_green_fits": self.blue_green_fits,
+            },
+            "gpu_processes": [vars(process) for process in gpu.processes] if gpu else [],
+            "advice": [{**vars(advice), "text": str(advice)} for advice in self.advice],
+            "warnings": list(self.warnings),
+            "table": table(self),
+        }
+
+
+def plan_for(
+    run: RunFile,
+    *,
+    base_dir: Path,
+    dataset_metrics: Mapping[str, Any] | None = None,
+    gpu_memory_bytes: int | None = None,
+    data: DataShape | None = None,
+    machine: Machine | None = None,
+    constants: Constants = DEFAULT,
+) -> Plan:
+    """Plan a run for this machine, or for a card of another size.
+
+    Args:
+        run: The run file.
+        base_dir: Folder with at least the base's `config.json`.
+        dataset_metrics: `lengths` (tokens of each row) and `has_tool_calls`, where known.
+        gpu_memory_bytes: Suppose an empty card of this size instead of looking.
+        data: The data set's shape, instead of `dataset_metrics`.
+        machine: What there is, instead of looking.
+        constants: Measured numbers of the machine.
+
+    Raises:
+        RunFileError: The run would fail later for reasons that show already; all of them are
+            listed.
+        ModelError: The base's config or weights cannot be read.
+    """
+    arch = _read_arch(base_dir)
+    data = data or data_shape_from_metrics(dataset_metrics)
+    machine = machine or look(store_root(run.store.root), gpu_memory_bytes=gpu_memory_bytes)
+    on_gpu = machine.gpu is not None
+    found = problems(run, arch, data, gpu=on_gpu)
+    if found:
+        raise RunFileError(
+            f"run {run.name} cannot work as it is:\n  " + "\n  ".join(found),
+            hint="mend the fields named",
+            details={"problems": found},
+        )
+    room = _Room(machine, run)
+    step = _choose_step(run, arch, data, machine, room, constants)
+    peak = train_peak(arch, step, constants)
+    served, both = _choose_serving(run, arch, data, room, constants)
+    disk = disk_bytes(arch, run, step)
+    device = "GPU" if on_gpu else "RAM"
+    merge_available = None if machine.supposed else machine.ram_free_bytes
+    stages = {
+        "train": StagePlan("train", device, peak, room.train, disk["train"]),
+        "merge": StagePlan("merge", "RAM", merge_peak(run), merge_available, disk["merge"]),
+        "evaluate": StagePlan(
+            "evaluate", device, evaluate_peak(arch, step, constants), room.work, disk["evaluate"]
+        ),
+        "quantize": StagePlan(
+            "quantize",
+            device,
+            quantize_peak(arch, run, gpu=on_gpu, constants=constants),
+            room.work,
+            disk["quantize"],
+        ),
+        "serve": StagePlan("serve", device, served.peak, room.serve, disk["serve"]),
+    }
+    advice: list[Advice] = []
+    if not stages["train"].fits:
+        advice = train_advice(
+            arch,
+            step,
+            machine,
+            room.train,
+            sharing=run.serve.while_training == "share",
+            constants=constants,
+        )
+    has_weights = any(base_dir.glob("*.safetensors"))
+    total = machine.gpu.total_bytes if machine.gpu else machine.ram_free_bytes
+    return Plan(
+        arch=arch,
+        machine=machine,
+        step=step,
+        stages=stages,
+        serving=served,
+        blue_green_fits=both,
+        trains_while_serving=peak.needed_bytes + served.peak.needed_bytes <= total,
+        download_bytes=0 if has_weights else 2 * arch.weights,
+        advice=tuple(advice),
+        warnings=tuple(warnings(run, arch, data, gpu=on_gpu)),
+    )
+
+
+def _read_arch(base_dir: Path) -> Arch:
+    arch = arch_from_config(read_config(base_dir))
+    if any(base_dir.glob("*.safetensors")):
+        arch = with_headers(arch, Checkpoint.open(base_dir).tensors)
+    return arch
+
+
+class _Room:
+    """What each stage may take, with everything that is resident already left where it is.
+
+    Attributes:
+        gpu: Whether the bytes are of a card.
+        train: Under `train.target_utilization`.
+        work: For evaluate and quantize, which run beside the same champion.
+        serve: For the candidate: beside the champion with `blue_green`, in its place with `hold`.
+        servers: For both servers of `blue_green` together.
+    """
+
+    def __init__(self, machine: Machine, run: RunFile) -> None:
+        share = run.train.target_utilization
+        self.gpu = machine.gpu is not None
+        if machine.gpu is None:
+            # Available memory leaves out what a running server holds, ours or not.
+            self.work = self.serve = self.servers = machine.ram_free_bytes
+            self.train = int(share * machine.ram_free_bytes)
+            return
+        total, ours = machine.gpu.total_bytes, machine.gpu.held_by_us_bytes
+        used = total - machine.gpu.free_bytes
+        stays = used if run.serve.while_training == "share" else used - ours
+        self.work = total - stays
+        self.train = int(share * total) - stays
+        self.servers = total - used + ours
+        self.serve = self.servers if run.serve.rollout == "hold" else total - used
+
+
+def _choose_step(
+    run: RunFile,
+    arch: Arch,
+    data: DataShape | None,
+    machine: Machine,
+    room: _Room,
+    constants: Constants,
+) -> Step:
+    """The largest micro-batch that divides the effective batch and fits; 1 when none does."""
+    train = run.train
+    on_gpu = machine.gpu is not None
+    element = 2 if on_gpu or machine.cpu_bf16 else 4
+    batch = min(train.effective_batch, data.rows) if data else train.effective_batch
+    vocabulary = sum(
+        arch.vocab * arch.hidden
+        for name in train.lora.modules_to_save
+        if name.rsplit(".", 1)[-1] in ("embed_tokens", "lm_head", "wte")
+    )
+    step = Step(
+        micro_batch=1,
+        length=data.longest if data else run.data.max_length,
+        targets=target_linears(run, arch),
+        rank=train.lora.r,
+        quantized=train.method == "qlora",
+        accumulation=batch,
+        checkpointing=train.gradient_checkpointing,
+        optimizer=train.optimizer,
+        attention=train.attention,
+        dropout=train.lora.dropout > 0,
+        dora=train.lora.use_dora,
+        whole_weights=vocabulary,
+        element_bytes=element,
+        adapter_element_bytes=element,
+        gpu=on_gpu,
+    )
+    wanted = train.micro_batch
+    limit = batch if wanted == "auto" else min(wanted, batch)
+    if wanted == "auto" and not on_gpu:
+        limit = min(limit, max(1, _CPU_BATCH_TOKENS // step.length))
+    for size in range(limit, 0, -1):
+        if batch % size:
+            continue
+        larger = _padded(with_micro_batch(step, size, batch))
+        fits = train_peak(arch, larger, constants).needed_bytes <= room.train
+        if fits or wanted != "auto":
+            return larger
+    return step
+
+
+def _padded(step: Step) -> Step:
+    """Several rows are rarely of one length, so they come with a mask."""
+    return replace(step, padded=step.micro_batch > 1)
+
+
+def _choose_serving(
+    run: RunFile, arch: Arch, data: DataShape | None, room: _Room, constants: Constants
+) -> tuple[Serving, bool]:
+    """The server with the longest chats that fit, and whether two of them fit side by side.
+
+    With `blue_green` the length gives way until two fit, but never below what was trained on.
+    """
+    gpu = room.gpu
+    shortest = min(arch.context, data.longest if data else run.data.max_length)
+    longest = run.serve.max_model_len or max(
+        shortest, min(arch.context, _SERVE_TOKENS_GPU if gpu else _SERVE_TOKENS_CPU)
+    )
+    servers = 2 if run.serve.rollout == "blue_green" else 1
+    lengths = [longest]
+    if run.serve.max_model_len is None:
+        while lengths[-1] // 2 >= max(shortest, _SERVE_TOKENS_STEP):
+            lengths.append(lengths[-1] // 2)
+        if lengths[-1] > shortest:
+            lengths.append(shortest)
+    for count in range(servers, 0, -1):
+        for length in lengths:
+            found = serving(arch, run, length, gpu=gpu, constants=constants)
+            if count * found.peak.needed_bytes <= room.servers:
+                return found, 2 * found.peak.needed_bytes <= room.servers
+    return serving(arch, run, lengths[-1], gpu=gpu, constants=constants), False

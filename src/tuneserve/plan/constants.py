@@ -1,0 +1,62 @@
+"""The few numbers of the plan that were measured rather than derived.
+
+`bench/bench_plan.py` compares the plan with published measurements; the reasons stand beside each
+number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GIB = 2**30
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What differs from machine to machine or from library to library.
+
+    Attributes:
+        cuda_context_bytes: Context, cuBLAS workspaces and kernels of a torch process on a card.
+        slack_blocks: Memory that torch's allocator holds but cannot use, in units of the largest
+            block that comes and goes in a step: fragmentation grows with that block, not with the
+            total.
+        edge_tensors: Hidden-state sized tensors alive at the peak beside the layer's own: the
+            gradient that comes in, the sum of residual gradients, the final norm's input and
+            output.
+        cpu_slack: Share that malloc keeps beyond what is asked, without a GPU.
+        train_process_bytes: Interpreter with torch, transformers, peft, trl and bitsandbytes.
+        merge_process_bytes: Interpreter with torch alone; part of `merge.max_memory`.
+        quantize_process_bytes: Interpreter with gptqmodel.
+        gpu_process_bytes: What a torch process holds in RAM once CUDA's libraries are loaded.
+        hessian_copies: Float32 matrices of the widest layer's input size that GPTQ keeps at once
+            (Hessian, its damped copy, Cholesky factor, inverse).
+        server_process_bytes: The three processes of one vLLM on CPU, without weights and cache.
+        server_gpu_bytes: CUDA context, graphs and activations of one vLLM on a card.
+    """
+
+    cuda_context_bytes: int = 500 * MIB
+    slack_blocks: float = 2.0
+    edge_tensors: int = 5
+    cpu_slack: float = 0.10
+    train_process_bytes: int = 900 * MIB
+    merge_process_bytes: int = 350 * MIB
+    quantize_process_bytes: int = 1600 * MIB
+    gpu_process_bytes: int = 3 * GIB
+    hessian_copies: int = 4
+    server_process_bytes: int = 2662 * MIB
+    server_gpu_bytes: int = 2560 * MIB
+
+
+DEFAULT = Constants()
+
+# NF4: 4 bits, and one scale for 64 weights: float32, or under double quantization 8 bits and a
+# float32 for 256 of these (bitsandbytes `quantize_4bit`; QLoRA, arXiv 2305.14314, section 3).
+NF4_BYTES = 0.5 + 4 / 64
+NF4_DOUBLE_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+
+
+def quantized_bytes(weights: int, group_size: int, in_features: int) -> int:
+    """Bytes of 4-bit weights, with a 16-bit scale and a 4-bit zero per group (GPTQ, AWQ)."""
+    group = group_size if group_size > 0 else in_features
+    return int(weights * (0.5 + 2.5 / group))

@@ -1,0 +1,220 @@
+"""What this machine has, without torch: GPU memory and who holds it, RAM, disk."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tuneserve.places import run_root
+
+log = logging.getLogger(__name__)
+
+_MIB = 2**20
+_SMI_SECONDS = 20
+# Processor flags of instructions that multiply bfloat16; training computes in float32 without them.
+_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16", "avx_ne_convert"})
+
+
+@dataclass(frozen=True)
+class GpuProcess:
+    """A process that holds GPU memory; `ours` when it belongs to a server of this home."""
+
+    pid: int
+    name: str
+    used_bytes: int
+    ours: bool = False
+
+    def __str__(self) -> str:
+        return f"process {self.pid} ({self.name}, {self.used_bytes / 2**30:.1f} GiB)"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One card. `free_bytes` is what its driver reports, whoever holds the rest."""
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+    processes: tuple[GpuProcess, ...] = ()
+
+    @property
+    def held_by_us_bytes(self) -> int:
+        """What servers of this home hold."""
+        return sum(process.used_bytes for process in self.processes if process.ours)
+
+    @property
+    def foreign(self) -> tuple[GpuProcess, ...]:
+        """Everybody else."""
+        return tuple(process for process in self.processes if not process.ours)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Everything a plan compares its predictions with. Sizes in bytes."""
+
+    gpu: Gpu | None
+    ram_total_bytes: int
+    ram_free_bytes: int
+    disk_free_bytes: int
+    disk_path: str
+    cpu_bf16: bool = True
+    supposed: bool = field(default=False)
+
+    @property
+    def device(self) -> str:
+        """How a table names it."""
+        return self.gpu.name if self.gpu else "CPU"
+
+
+def look(disk: Path, *, gpu_memory_bytes: int | None = None) -> Machine:
+    """This machine; with `gpu_memory_bytes` as if it had an empty card of that size.
+
+    Args:
+        disk: Where artifacts go; it need not exist yet.
+        gpu_memory_bytes: Size of a card to suppose.
+    """
+    total, free = memory()
+    existing = disk
+    while not existing.exists():
+        existing = existing.parent
+    gpu = first_gpu() if gpu_memory_bytes is None else None
+    if gpu_memory_bytes is not None:
+        name = f"a {gpu_memory_bytes / 2**30:.0f} GiB GPU"
+        gpu = Gpu(name, gpu_memory_bytes, gpu_memory_bytes)
+    return Machine(
+        gpu,
+        total,
+        free,
+        shutil.disk_usage(existing).free,
+        str(disk),
+        cpu_has_bf16(),
+        supposed=gpu_memory_bytes is not None,
+    )
+
+
+def first_gpu(environment: Mapping[str, str] = os.environ) -> Gpu | None:
+    """The card that CUDA would take first, by `nvidia-smi`; None where there is none."""
+    rows = _smi("--query-gpu=index,uuid,name,memory.total,memory.free")
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        first = visible.split(",")[0].strip()
+        rows = [r for r in rows if first and (r[0] == first or r[1].startswith(first))]
+    if not rows:
+        return None
+    _, uuid, name, total, free = rows[0]
+    processes = tuple(
+        GpuProcess(int(pid), Path(path).name or path, _mib(used), _is_ours(int(pid)))
+        for owner, pid, path, used in _smi(
+            "--query-compute-apps=gpu_uuid,pid,process_name,used_memory"
+        )
+        if owner == uuid
+    )
+    return Gpu(name, _mib(total), _mib(free), processes)
+
+
+def _mib(text: str) -> int:
+    return int(text) * _MIB if text.isdigit() else 0  # "[N/A]" inside some containers
+
+
+def _smi(query: str) -> list[list[str]]:
+    if not shutil.which("nvidia-smi"):
+        return []
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", query, "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=_SMI_SECONDS,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        log.warning("nvidia-smi did not answer (%s); planning without a GPU", error)
+        return []
+    return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line]
+
+
+def _is_ours(pid: int) -> bool:
+    """Whether the process or one of its parents was started with a path in our run folder."""
+    home = str(run_root())
+    for _ in range(20):
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+            # pid (name) state parent ...; the name may hold blanks and parentheses
+            parent = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2]
+        except OSError:
+            return False
+        if home in command:
+            return True
+        pid = int(parent.split()[1])
+        if pid <= 1:
+            return False
+    return False
+
+
+def memory(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
+    """Total and available memory in bytes, within the limits of our control groups."""
+    values = {}
+    try:
+        for line in (proc / "meminfo").read_text().splitlines():
+            name, _, rest = line.partition(":")
+            values[name] = int(rest.split()[0]) * 1024
+    except (OSError, ValueError, IndexError):  # not Linux
+        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return pages, pages
+    total = values["MemTotal"]
+    free = values.get("MemAvailable", values["MemFree"])
+    for limit, used in _group_limits(proc, groups):
+        if limit < total:
+            total = limit
+        free = min(free, max(0, limit - used))
+    return total, free
+
+
+def _group_limits(proc: Path, groups: Path) -> list[tuple[int, int]]:
+    """Limit and use of our control group and of its parents (v2 and v1 interface files)."""
+    try:
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root = groups / "memory" if controllers else groups
+        names = ("memory.max", "memory.current")
+        if controllers:
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        place = root / path.lstrip("/")
+        found += _limit(place, *names)
+        # Inside a container the path may be the host's; the files then lie at the root.
+        while place != root and place != place.parent:
+            place = place.parent
+            found += _limit(place, *names)
+    return found
+
+
+def _limit(folder: Path, limit_name: str, used_name: str) -> list[tuple[int, int]]:
+    try:
+        limit = (folder / limit_name).read_text().strip()
+        used = int((folder / used_name).read_text())
+        stat = (folder / "memory.stat").read_text().splitlines()
+    except (OSError, ValueError):
+        return []
+    cache = sum(int(line.split()[1]) for line in stat if line.startswith("inactive_file "))
+    return [] if limit == "max" else [(int(limit), used - cache)]
+
+
+def cpu_has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether the processor multiplies bfloat16 by itself."""
+    try:
+        lines = cpuinfo.read_text(errors="replace").splitlines()
+    except OSError:
+        return False
+    flags = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
+    return bool(_BF16_FLAGS & set(flags.partition(":")[2].split()))

@@ -1,0 +1,234 @@
+"""Peak memory of a training step, component by component.
+
+One step holds what stays (weights, adapters, optimizer) and what comes and goes. Of the latter the
+most is alive when the backward pass enters the last block: all activations (or, with checkpointing,
+the inputs of all blocks and the recomputed activations of one), the gradient inside its MLP, and
+the widest weight dequantized. A frozen linear layer keeps nothing for its backward pass; an adapter
+keeps its input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from tuneserve.plan.arch import Arch, Linear, lora_weights
+from tuneserve.plan.constants import DEFAULT, NF4_BYTES, NF4_DOUBLE_BYTES, Constants
+
+Kernels = Literal["plain", "liger"]
+
+# TRL's fused head projects tiles of so many tokens and so many vocabulary rows (trl 1.16,
+# `kernels/chunked_logprob.py`), so that the logits are never whole.
+_HEAD_TOKENS = 4096
+_HEAD_COLUMNS = 32768
+
+
+@dataclass(frozen=True)
+class Step:
+    """All that decides the memory of one training step.
+
+    Attributes:
+        length: Tokens per row, padding included.
+        accumulation: Micro-batches per optimizer step.
+        targets: Linear layers that get an adapter.
+        whole_weights: Parameters of modules trained whole (`modules_to_save`).
+        padded: Rows of unequal length need a mask, under which keys and values are repeated for all
+            heads before attention; without one the kernel shares them.
+        kernels: `plain` transformers modules, or Liger's fused norms and gate.
+        compiled: Blocks under torch.compile, which keep one hidden state more.
+        element_bytes: Of weights and activations: 2, or 4 on a CPU without bf16 instructions.
+    """
+
+    micro_batch: int
+    length: int
+    targets: tuple[Linear, ...]
+    rank: int
+    quantized: bool
+    double_quant: bool = True
+    accumulation: int = 1
+    checkpointing: bool = True
+    optimizer: str = "adamw_8bit"
+    attention: str = "sdpa"
+    dropout: bool = False
+    dora: bool = False
+    whole_weights: int = 0
+    padded: bool = False
+    kernels: Kernels = "plain"
+    compiled: bool = False
+    element_bytes: int = 2
+    adapter_element_bytes: int = 2
+    gpu: bool = True
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch."""
+        return self.micro_batch * self.length
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes by component; `droppable` names those that the kernel can take back under pressure."""
+
+    components: Mapping[str, int]
+    droppable: tuple[str, ...] = ()
+
+    @property
+    def total_bytes(self) -> int:
+        """The predicted peak."""
+        return sum(self.components.values())
+
+    @property
+    def needed_bytes(self) -> int:
+        """The peak without what can be dropped."""
+        return self.total_bytes - sum(self.components.get(name, 0) for name in self.droppable)
+
+
+def train_peak(arch: Arch, step: Step, constants: Constants = DEFAULT) -> Peak:
+    """Predicted peak of a training step: device memory with a GPU, resident memory without one."""
+    parts = _resident(arch, step)
+    parts.update(_transient(arch, step, constants))
+    whole = {name: int(value) for name, value in parts.items() if value}
+    if step.gpu:
+        block = max(_largest_block(arch, step), 2 * 2**20)
+        whole["allocator slack"] = int(constants.slack_blocks * block)
+        whole["CUDA context"] = constants.cuda_context_bytes
+        return Peak(whole)
+    whole["allocator slack"] = int(constants.cpu_slack * sum(whole.values()))
+    whole["interpreter and libraries"] = constants.train_process_bytes
+    whole["mapped checkpoint"] = 2 * arch.weights
+    return Peak(whole, droppable=("mapped checkpoint",))
+
+
+def _resident(arch: Arch, step: Step) -> dict[str, float]:
+    """What stays from step to step."""
+    per_weight = NF4_DOUBLE_BYTES if step.double_quant else NF4_BYTES
+    trained = lora_weights(step.targets, step.rank, dora=step.dora)
+    adapters = trained * step.adapter_element_bytes
+    whole = step.whole_weights
+    return {
+        "weights: linear layers": arch.linear_weights
+        * (per_weight if step.quantized else step.element_bytes),
+        "weights: embedding and head": arch.embedding_weights * step.element_bytes,
+        "weights: norms and biases": arch.other_weights * step.element_bytes,
+        "adapters": adapters,
+        "modules trained whole": whole * step.element_bytes,
+        "optimizer": (trained + whole) * _optimizer_bytes(step),
+    }
+
+
+def _optimizer_bytes(step: Step) -> float:
+    """Bytes of state per trained parameter."""
+    if step.optimizer == "adamw_8bit":  # two 8-bit moments, each with a float32 scale per 256
+        return 2 * (1 + 4 / 256)
+    if step.optimizer == "paged_adamw_8bit":  # in unified memory, which gives way to the step
+        return 2 * (1 + 4 / 256) if not step.gpu else 0.0
+    return 2.0 * step.adapter_element_bytes
+
+
+def _transient(arch: Arch, step: Step, constants: Constants) -> dict[str, float]:
+    """What comes and goes, at the moment when most of it is alive."""
+    hidden_state = step.tokens * arch.hidden * step.element_bytes
+    layer = step.tokens * saved_bytes_per_token(arch, step) + _attention_bytes(arch, step)
+    gradient = (
+        lora_weights(step.targets, step.rank, dora=step.dora) * step.adapter_element_bytes
+        + step.element_bytes * step.whole_weights
+    )
+    parts: dict[str, float] = {}
+    recomputed = layer if step.checkpointing else 0
+    if step.checkpointing:
+        kept = parts["activations: checkpoints"] = arch.layers * hidden_state
+    else:
+        kept = parts["activations: all layers"] = arch.layers * layer
+    gradients, buffer = _backward_bytes(arch, step)
+    head = _head_bytes(arch, step)
+    if head > recomputed + gradients + buffer:  # the loss comes before the first block goes back
+        parts["head tile"] = head
+    else:
+        parts["activations: one layer"] = recomputed
+        parts["gradients inside the MLP"] = gradients
+        parts["dequantization buffer"] = buffer
+    parts["hidden states and their gradients"] = constants.edge_tensors * hidden_state
+    if step.accumulation > 1:  # of the micro-batches before this one
+        parts["gradients"] = gradient
+    else:  # gradients grow while activations go; they matter only where there are few of these
+        parts["gradients"] = max(0.0, gradient - kept)
+    if step.dora:  # norm of the merged weight, in float32
+        parts["DoRA norms"] = 2 * 4 * max(t.in_features * t.out_features for t in step.targets)
+    return parts
+
+
+def saved_bytes_per_token(arch: Arch, step: Step) -> int:
+    """Bytes that one block keeps for its backward pass, per token, attention scores excluded.
+
+    Plain modules compute norms in float32 and keep that copy; Liger's keep the 16-bit input. The
+    plain gate keeps three tensors of the MLP's width, Liger's two.
+    """
+    liger = step.kernels == "liger"
+    one = step.element_bytes
+    norm = one if liger else 4
+    targets = {target.name: target for target in step.targets}
+    into_attention = any(t.in_attention and t.name not in ("o_proj", "dense") for t in step.targets)
+    into_mlp = any(not t.in_attention and t.in_features == arch.hidden for t in step.targets)
+    into_down = any(not t.in_attention and t.in_features == arch.inner for t in step.targets)
+    shared = arch.query if step.padded else arch.key_value
+    total = norm * arch.hidden * (2 + arch.extra_norms)
+    total += one * arch.hidden * (into_attention + into_mlp + step.compiled)
+    total += one * (arch.query + 2 * shared + arch.query)  # q, k, v and the attention's output
+    total += norm * (arch.query + arch.key_value) * arch.qk_norm
+    total += one * arch.inner * ((2 if liger else 3) + into_down)
+    total += one * step.rank * len(targets)
+    if step.dropout:  # each adapter has its own: a scaled input and a mask
+        total += sum((one + 1) * target.in_features for target in targets.values())
+    return total
+
+
+def _attention_bytes(arch: Arch, step: Step) -> int:
+    """Attention scores (eager only) and the mask of padded rows."""
+    square = step.tokens * step.length
+    scores = 6 * arch.heads * square if step.attention == "eager" else 4 * arch.heads * step.tokens
+    return scores + (3 * square if step.padded else 0)
+
+
+def _mlp_gradient_bytes(arch: Arch, step: Step) -> int:
+    """One gradient of the MLP's width."""
+    return step.tokens * arch.inner * step.element_bytes
+
+
+def _backward_bytes(arch: Arch, step: Step) -> tuple[int, int]:
+    """Gradients and dequantized weight at the widest moment of going back through the MLP.
+
+    That is either the down projection (one gradient, the weight dequantized) or, with plain
+    modules, the gate (gradients of its product and of both factors).
+    """
+    one = _mlp_gradient_bytes(arch, step)
+    buffer = step.element_bytes * _widest(arch) if step.quantized else 0
+    if step.kernels == "liger" or one + buffer >= 3 * one:
+        return one, buffer
+    return 3 * one, 0
+
+
+def _widest(arch: Arch) -> int:
+    return max((linear.in_features * linear.out_features for linear in arch.linears), default=0)
+
+
+def _head_bytes(arch: Arch, step: Step) -> int:
+    """The loss: one tile of logits, and the hidden states' gradient in float32 and in 16 bits."""
+    rows, columns = min(step.tokens, _HEAD_TOKENS), min(arch.vocab, _HEAD_COLUMNS)
+    if (
+        step.kernels == "liger"
+    ):  # its tile is as wide as the vocabulary, and as many rows as fit `hidden`
+        rows, columns = max(1, step.tokens * arch.hidden // arch.vocab), arch.vocab
+    # Without Triton a tile is transformed in float32 by torch, out of place.
+    per_logit = 2 if step.gpu else step.element_bytes + 3 * 4
+    return rows * columns * per_logit + step.tokens * arch.hidden * 8
+
+
+def _largest_block(arch: Arch, step: Step) -> int:
+    buffer = step.element_bytes * _widest(arch) if step.quantized else 0
+    return max(_mlp_gradient_bytes(arch, step), buffer)
+
+
+def with_micro_batch(step: Step, micro_batch: int, effective_batch: int) -> Step:
+    """The same step with other rows per pass, and the accumulation that keeps the batch."""
+    return replace(step, micro_batch=micro_batch, accumulation=effective_batch // micro_batch)

@@ -1,0 +1,84 @@
+"""The `plan` stage: refuse what cannot fit before anything is spent."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from tuneserve.checkpoint.base import peek_base
+from tuneserve.errors import DiskFull, OutOfMemory, ResourceError
+from tuneserve.plan.build import Plan, plan_for
+from tuneserve.plan.rows import data_shape
+from tuneserve.progress import human_bytes
+from tuneserve.stages import StageContext
+
+log = logging.getLogger(__name__)
+
+
+def run(context: StageContext) -> dict[str, Any]:
+    """Plan the run; the metrics are what `plan --json` prints.
+
+    Raises:
+        RunFileError: The run would fail later for reasons that show already.
+        OutOfMemory: A stage cannot fit into memory; the hint says what to change.
+        DiskFull: The artifacts would not fit on the store's disk.
+    """
+    dataset = context.inputs.get("dataset")
+    plan = plan_for(
+        context.run,
+        base_dir=context.base or peek_base(context.run.model),
+        data=data_shape(dataset.path) if dataset else None,
+    )
+    for warning in plan.warnings:
+        log.warning("%s", warning)
+    refuse(plan)
+    return plan.to_json()
+
+
+def refuse(plan: Plan) -> None:
+    """Raise when something does not fit; the message names every stage, needed and available."""
+    small = [stage for stage in plan.stages.values() if not stage.fits]
+    lines = [
+        f"{stage.name} needs {human_bytes(stage.peak.needed_bytes)} of "
+        f"{'GPU memory' if stage.device == 'GPU' else 'memory'}, "
+        f"{human_bytes(stage.available_bytes or 0)} can be had"
+        for stage in small
+    ]
+    kind: type[ResourceError] = OutOfMemory
+    if not plan.disk_fits:
+        kind = OutOfMemory if small else DiskFull
+        lines.append(
+            f"the artifacts need {human_bytes(plan.disk_bytes)} in {plan.machine.disk_path}, "
+            f"{human_bytes(plan.machine.disk_free_bytes)} are free"
+        )
+    if not lines:
+        return
+    raise kind(
+        f"this run does not fit on {plan.machine.device}:\n  " + "\n  ".join(lines),
+        hint=_hint(plan, [stage.name for stage in small]),
+        details={
+            "stages": {stage.name: stage.to_json() for stage in small},
+            "disk_bytes": plan.disk_bytes,
+            "disk_free_bytes": plan.machine.disk_free_bytes,
+            "advice": [{**vars(advice), "text": str(advice)} for advice in plan.advice],
+        },
+    )
+
+
+def _hint(plan: Plan, stages: list[str]) -> str:
+    hints = [f"{number}. {advice}" for number, advice in enumerate(plan.advice, 1)]
+    gpu = plan.machine.gpu
+    if gpu and not plan.advice:
+        hints += [f"end {process}, which holds the same card" for process in gpu.foreign]
+    if "merge" in stages:
+        hints.append("lower merge.max_memory, or free memory")
+    if "quantize" in stages:
+        hints.append("lower quantize.calibration_rows or calibration_max_tokens")
+    if "evaluate" in stages:
+        hints.append("choose a smaller model.base: the merged model is scored in 16 bits")
+    if "serve" in stages:
+        hints.append("lower serve.max_concurrent_chats or serve.max_model_len")
+        hints.append("set serve.rollout: hold, which stops the old server first")
+    if not plan.disk_fits:
+        hints.append("free some space, or set store.root to another disk")
+    return "one of these, mildest first:\n    " + "\n    ".join(hints)
