@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from tuneserve.checkpoint.headers import Checkpoint
@@ -238,14 +238,6 @@ CASES = {
         model={"tie_word_embeddings": True},
         kinds={"copy", "lora", "tokens"},
     ),
-    "tokens-apart": Case(
-        {
-            "target_modules": ["q_proj"],
-            "trainable_token_indices": {"embed_tokens": [1, 2], "lm_head": [4]},
-        },
-        model={"tie_word_embeddings": True},
-        kinds={"copy", "lora", "tokens"},
-    ),
 }
 
 
@@ -272,3 +264,81 @@ def test_equals_peft(name: str, tmp_path: Path) -> None:
             assert after[tensor].view(torch.uint8).equal(value.view(torch.uint8)), tensor
     flag = json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"]
     assert flag == expected.config.tie_word_embeddings
+
+
+def logits(model: Any) -> torch.Tensor:
+    ids = torch.arange(1, 40).view(3, 13)
+    with torch.no_grad():
+        return model.eval()(input_ids=ids).logits
+
+
+APART = {
+    "lora-head": {"target_modules": ["q_proj", "lm_head"]},
+    "lora-embedding": {"target_modules": ["q_proj", "embed_tokens"]},
+    "lora-both": {"target_modules": ["embed_tokens", "lm_head"]},
+    "tokens-apart": {
+        "target_modules": ["q_proj"],
+        "trainable_token_indices": {"embed_tokens": [1, 2], "lm_head": [4]},
+    },
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_one_of_a_tied_pair_is_untied_and_computes_what_was_trained(
+    name: str, tmp_path: Path
+) -> None:
+    """PEFT's own merge changes both of the pair here, so the live model is what counts."""
+    base = make_base(tmp_path / "base", llama(tie_word_embeddings=True), torch.float32)
+    config = LoraConfig(r=4, lora_alpha=12, task_type="CAUSAL_LM", **APART[name])
+    live = train(load(base), config)
+    live.save_pretrained(tmp_path / "adapter")
+
+    merge_adapter(base, tmp_path / "adapter", tmp_path / "out", sample=False)
+
+    merged = load(tmp_path / "out")
+    assert merged.config.tie_word_embeddings is False
+    torch.testing.assert_close(logits(merged), logits(live), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("extra", [{}, {"trainable_token_indices": [97, 98, 5]}])
+def test_a_grown_vocabulary(tied: bool, extra: dict[str, Any], tmp_path: Path) -> None:
+    """PEFT saves the embeddings when the vocabulary grew; the merged model has the new rows."""
+    base = make_base(tmp_path / "base", llama(tie_word_embeddings=tied), torch.float32)
+    model = load(base)
+    model.resize_token_embeddings(100)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[97:].normal_()
+    config = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", **extra)
+    live = train(model, config)
+    live.save_pretrained(tmp_path / "adapter")
+
+    merge_adapter(base, tmp_path / "adapter", tmp_path / "out", sample=False)
+
+    merged = load(tmp_path / "out")
+    assert merged.config.vocab_size == 100
+    assert merged.config.tie_word_embeddings is tied
+    assert merged.get_input_embeddings().weight.shape[0] == 100
+    torch.testing.assert_close(logits(merged), logits(live), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "extra", [{"trainable_token_indices": [3, 7]}, {"modules_to_save": ["lm_head"]}]
+)
+def test_a_tied_base_that_stores_its_head_as_well(extra: dict[str, Any], tmp_path: Path) -> None:
+    """The stored copy follows the embedding where the pair stays tied, and is its own where not."""
+    base = make_base(tmp_path / "base", llama(tie_word_embeddings=True), torch.float32)
+    weights = stored(base)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    config = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", **extra)
+    live = train(load(base), config)
+    live.save_pretrained(tmp_path / "adapter")
+
+    merge_adapter(base, tmp_path / "adapter", tmp_path / "out", sample=False)
+
+    after = stored(tmp_path / "out")
+    follows = "trainable_token_indices" in extra
+    assert after["lm_head.weight"].equal(after["model.embed_tokens.weight"]) is follows
+    assert after["model.embed_tokens.weight"].equal(weights["lm_head.weight"]) is not follows
+    torch.testing.assert_close(logits(load(tmp_path / "out")), logits(live), rtol=1e-4, atol=1e-4)

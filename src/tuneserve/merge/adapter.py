@@ -305,8 +305,10 @@ def _token_rows(
     """The row numbers of retrained tokens; a plain list in the config is for the input embedding."""
     indices = config.get("trainable_token_indices") or []
     if isinstance(indices, dict):
-        key = next((k for k in indices if module == k or module.endswith(f".{k}")), None)
-        indices = indices[key] if key else []
+        keys = [k for k in indices if module == k or module.endswith(f".{k}")]
+        if not keys and len(indices) == 1:  # a tied head, saved too because the vocabulary grew
+            keys = list(indices)
+        indices = indices[keys[0]] if keys else []
     if len(info.shape) != 2 or len(indices) != info.shape[0]:
         problems.append(
             f"{info.name}: has shape {info.shape} for {len(indices)} trainable_token_indices"

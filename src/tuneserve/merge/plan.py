@@ -178,7 +178,8 @@ class _Planner:
         self.dtypes = {name: info.dtype for name, info in base.tensors.items()}
         self.shapes = {name: info.shape for name, info in base.tensors.items()}
         self.aliases = list(self.ties.aliases)
-        if self.ties.new_head:  # a head of its own starts as what it was tied to
+        if self.ties.new_head and self.ties.new_head not in self.ops:
+            # A head of its own starts as what it was tied to.
             info = base.tensors[self.ties.embedding]
             self.ops[self.ties.new_head] = Op(info)
             self.dtypes[self.ties.new_head] = info.dtype
@@ -187,11 +188,9 @@ class _Planner:
     def find(self, runtime_name: str) -> str | None:
         """The output tensor that a parameter of the running model is stored as."""
         name = self.locate(runtime_name)
-        if name in self.ops:
-            return name
-        if self.ties.head and name == self.ties.head:
-            return self.ties.new_head or self.ties.embedding
-        return None
+        if self.ties.tied and name == self.ties.head:
+            return self.ties.embedding
+        return name if name in self.ops else None
 
     def place_saved(self) -> None:
         """Parameters that were trained whole, or saved because the vocabulary grew."""
@@ -292,6 +291,8 @@ class _Planner:
     def place_tokens(self) -> None:
         """Rows of embeddings that were retrained token by token."""
         for module, (info, rows) in self.adapter.tokens.items():
+            if f"{module}.weight" in self.ties.skipped:
+                continue
             name = self.find(f"{module}.weight")
             if name is None or len(self.shapes[name]) != 2:
                 self.problems.append(f"{info.name}: the base has no embedding {module}.weight")
@@ -351,14 +352,17 @@ class _Planner:
 
     def result(self) -> MergePlan:
         """The plan; asserts that every adapter tensor was used exactly once."""
-        used = Counter(
-            info.name
-            for name, op in self.ops.items()
-            for info in op.adapter_tensors()
-            if not (name == self.ties.new_head and self.ties.head_follows_saved)
-        )
+        used: Counter[str] = Counter()
+        for name, op in self.ops.items():
+            infos = op.adapter_tensors()
+            if name == self.ties.new_head and self.ties.head_follows_saved:
+                infos = infos[1:]  # its source is the embedding's
+            used.update(info.name for info in infos)
         used.update({other.name for _, other in self.aliases})
         assert used == Counter(t.name for t in self.adapter.shard.tensors), "a tensor not used once"
+        if self.ties.tied and self.ties.head in self.ops:  # the stored copy stays one
+            self.ops[self.ties.head] = self._copy_of_embedding()
+            self.shapes[self.ties.head] = self.shapes[self.ties.embedding]
         shards = []
         for shard in self.base.shards:
             names = [info.name for info in shard.tensors]
@@ -370,6 +374,10 @@ class _Planner:
             shards.append(OutputShard(shard, outputs))
         rows = self.shapes[self.ties.embedding][0] if self.ties.embedding else None
         return MergePlan(tuple(shards), self._config(rows), rows, tuple(self.aliases))
+
+    def _copy_of_embedding(self) -> Op:
+        op = self.ops[self.ties.embedding]
+        return self.ops[self.ties.head] if op.kind == "copy" else op
 
     def _config(self, rows: int | None) -> dict[str, Any]:
         changes: dict[str, Any] = {}

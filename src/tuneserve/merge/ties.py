@@ -30,7 +30,8 @@ class Ties:
             empty.
         head_follows_saved: The new head starts from the saved embedding (it grew), not from the
             base's.
-        skipped: Saved parameters that are the same tensor as another one.
+        tied: The pair is one tensor, before the merge and after; a head stored as well is a copy.
+        skipped: Parameters that are the same tensor as another one.
         aliases: Adapter tensors that must hold the same bytes.
     """
 
@@ -38,6 +39,7 @@ class Ties:
     head: str = ""
     new_head: str = ""
     head_follows_saved: bool = False
+    tied: bool = False
     skipped: frozenset[str] = frozenset()
     aliases: tuple[tuple[TensorInfo, TensorInfo], ...] = ()
 
@@ -48,9 +50,9 @@ def is_tied(config: Mapping[str, Any], head_stored: bool) -> bool:
     flag = config.get("tie_word_embeddings")
     if flag is None and isinstance(text, dict):
         flag = text.get("tie_word_embeddings")
-    # Old configs leave the flag out where the architecture's default is true: then no head is
-    # stored.
-    return not head_stored and flag is not False
+    # Some configs leave the flag out: then a model without a stored head can only be tied. With the
+    # flag set, a head that is stored as well is a copy.
+    return flag is True if head_stored else flag is not False
 
 
 def find_ties(
@@ -64,11 +66,9 @@ def find_ties(
     embeddings = [n for n in base.tensors if _module(n) in _EMBEDDINGS and n.endswith(".weight")]
     embedding = min(embeddings, key=lambda n: (n.count("."), len(n)), default="")
     stored = [n for n in base.tensors if _module(n) in _HEADS and n.endswith(".weight")]
-    if stored or not embedding:
+    if not embedding or not is_tied(config, bool(stored)):
         return Ties(embedding, stored[0] if stored else "")
-    if not is_tied(config, head_stored=False):
-        return Ties(embedding)
-    head = _head_name(adapter)
+    head = stored[0] if stored else _head_name(adapter)
     head_module = head.removesuffix(".weight")
     embedding_saved = _saved_as(adapter, embedding, locate)
     embedding_module = embedding_saved.removesuffix(".weight")
@@ -80,17 +80,18 @@ def find_ties(
     if ensured and lora_on_pair:
         problems.append("ensure_weight_tying with LoRA on the embedding is not handled")
     trained_whole = [m for m in (embedding_module, head_module) if m and adapter.saves_module(m)]
-    stays = (
-        not lora_on_pair and head_module not in adapter.tokens and (ensured or not trained_whole)
-    )
-    if not stays:
+    tokens = {locate(f"{m}.weight"): t for m, t in adapter.tokens.items()}
+    rows_apart = head in tokens and tokens[head][1] != tokens.get(embedding, (None, ()))[1]
+    if lora_on_pair or rows_apart or (trained_whole and not ensured):
         grown = bool(embedding_saved) and embedding_module not in trained_whole
-        return Ties(embedding, head, head, head_follows_saved=grown and not head_saved)
-    if head_saved and embedding_saved:
-        pair = (adapter.saved[embedding_saved][0], adapter.saved[head][0])
-        others = tuple((pair[1], info) for info in adapter.saved[head][1:])
-        return Ties(embedding, head, skipped=frozenset({head}), aliases=(pair, *others))
-    return Ties(embedding, head)
+        return Ties(embedding, head, head, grown and not head_saved)
+    aliases: list[tuple[TensorInfo, TensorInfo]] = []
+    if embedding_saved and head_saved:
+        aliases += [(adapter.saved[embedding_saved][0], info) for info in adapter.saved[head]]
+    if embedding in tokens and head in tokens:
+        aliases.append((tokens[embedding][0], tokens[head][0]))
+    skipped = frozenset({head} if aliases else ())
+    return Ties(embedding, head, tied=True, skipped=skipped, aliases=tuple(aliases))
 
 
 def _module(name: str) -> str:
