@@ -1,0 +1,134 @@
+"""Load a base model, in 16 bits or in NF4. Engine file: imports torch and transformers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tuneserve.errors import ModelError, RunFileError
+from tuneserve.lm.hardware import dtype_name
+
+log = logging.getLogger(__name__)
+
+NF4_BLOCKSIZE = 64
+"""Weights per scale; bitsandbytes' default, which transformers does not let one change."""
+
+
+def quiet_libraries() -> None:
+    """Keep the libraries' banners and bars out of the log, and them off the network."""
+    # The base is a local folder: any hub access would be for kernels nobody asked for.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    for noisy in ("torchao", "torch.utils._pytree", "accelerate.utils.modeling"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+def load_base(
+    folder: Path,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    nf4: bool,
+    attention: str = "sdpa",
+    trust_remote_code: bool = False,
+) -> Any:
+    """The causal language model in `folder`, frozen, in evaluation mode.
+
+    With `nf4` its linear layers (the head excepted) are quantized to NF4 with double quantization
+    (QLoRA, Dettmers et al., 2023) on the way in; embeddings, norms and head keep `dtype`. Nothing
+    is upcast afterwards: bf16 embeddings and norms train adapters as well, and a float32 copy of a
+    large vocabulary costs gigabytes.
+
+    Raises:
+        ModelError: The folder holds no causal language model that can be loaded.
+        RunFileError: The attention kernel is not installed.
+    """
+    from transformers import AutoModelForCausalLM
+
+    options: dict[str, Any] = {}
+    if nf4:
+        options["quantization_config"] = _nf4_config(dtype)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            device_map={"": device},
+            attn_implementation=attention,
+            trust_remote_code=trust_remote_code,
+            local_files_only=True,
+            **options,
+        )
+    except ImportError as error:
+        if attention in str(error) or "flash" in str(error).lower():
+            raise RunFileError(
+                f"train.attention: {attention} is not usable here ({error})",
+                expected="an attention kernel that is installed",
+                hint="set train.attention: sdpa, or install it",
+            ) from error
+        raise
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"{folder}: the base model cannot be loaded ({error})",
+            expected="a causal language model that the installed transformers knows",
+            hint="`tuneserve doctor` shows the versions",
+        ) from error
+    model.requires_grad_(False)
+    log.info(
+        "base: %s parameters, %s, computing in %s on %s",
+        f"{_parameter_count(model):,}",
+        "NF4 with double quantization" if nf4 else "16 bits",
+        dtype_name(dtype),
+        device,
+    )
+    return model.eval()
+
+
+def quantized_modules(model: Any) -> list[str]:
+    """Names of the linear layers that bitsandbytes quantized, as the checkpoint has them."""
+    import bitsandbytes
+
+    return sorted(
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, bitsandbytes.nn.Linear4bit)
+    )
+
+
+def nf4_settings(dtype: torch.dtype) -> dict[str, Any]:
+    """What another tool needs to repeat the quantization."""
+    return {
+        "quant_type": "nf4",
+        "double_quant": True,
+        "blocksize": NF4_BLOCKSIZE,
+        "compute_dtype": dtype_name(dtype),
+    }
+
+
+def _nf4_config(dtype: torch.dtype) -> Any:
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+
+
+def _parameter_count(model: Any) -> int:
+    """Parameters as the checkpoint counts them: two 4-bit weights share a stored byte."""
+    count = 0
+    for parameter in model.parameters():
+        state = getattr(parameter, "quant_state", None)
+        count += (parameter if state is None else state.shape).numel()
+    return count

@@ -1,0 +1,1 @@
+"""Stage `train`: an adapter from a dataset artifact and a base model."""

@@ -1,0 +1,201 @@
+"""Put the adapter on a base, save it, and prove that what was saved was trained. Engine file."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tuneserve.config import LoraSection
+from tuneserve.errors import AdapterError, RunFileError, TrainingDiverged
+
+log = logging.getLogger(__name__)
+
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+
+
+def add_adapter(model: Any, lora: LoraSection, dtype: torch.dtype) -> Any:
+    """Wrap a loaded base with a fresh LoRA adapter whose parameters are of `dtype`.
+
+    The base must be loaded, and quantized, before: the order is fixed. DoRA magnitudes stay
+    float32, since their updates are smaller than bfloat16 can represent.
+
+    Raises:
+        RunFileError: A name of `target_modules` or `modules_to_save` matches nothing, or the head
+            is targeted.
+    """
+    import peft
+
+    check_names(model, lora)
+    config = peft.LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha if lora.alpha % 1 else int(lora.alpha),
+        lora_dropout=lora.dropout,
+        target_modules=lora.target_modules,
+        use_rslora=lora.use_rslora,
+        use_dora=lora.use_dora,
+        modules_to_save=lora.modules_to_save or None,
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+    wrapped = peft.get_peft_model(model, config)
+    unify_dtype(wrapped, dtype)
+    return wrapped
+
+
+def unify_dtype(model: Any, dtype: torch.dtype) -> None:
+    """Give all trained parameters one dtype, DoRA magnitudes excepted."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            wanted = torch.float32 if "lora_magnitude_vector" in name else dtype
+            parameter.data = parameter.data.to(wanted)
+
+
+def check_names(model: Any, lora: LoraSection) -> None:
+    """Refuse module names that match nothing, which PEFT ignores as long as another one matches.
+
+    Raises:
+        RunFileError: Lists every wrong name, and the names there are.
+    """
+    modules = dict(model.named_modules())
+    linear = {n for n, m in modules.items() if isinstance(m, torch.nn.Linear) or _is_conv1d(m)}
+    heads = {n for n, m in modules.items() if m is model.get_output_embeddings()}
+    targets = [] if isinstance(lora.target_modules, str) else lora.target_modules
+    problems = [
+        f"train.lora.target_modules: no linear layer of the model is called {name!r}"
+        for name in targets
+        if not _matches(name, linear | _embeddings(modules))
+    ]
+    problems += [
+        f"train.lora.modules_to_save: no module of the model is called {name!r}"
+        for name in lora.modules_to_save
+        if not _matches(name, modules)
+    ]
+    if problems:
+        raise RunFileError(
+            "\n  ".join(problems),
+            expected=f"names among {', '.join(_leaves(linear - heads))}; or all-linear",
+            hint="mend the names; the end of a module's name is enough",
+        )
+    tied = bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
+    for name in targets:
+        hit = _matches(name, heads) or (tied and _matches(name, _embeddings(modules)))
+        if hit:
+            why = "shares its weight with the embedding" if tied else "is multiplied in tiles"
+            raise RunFileError(
+                f"train.lora.target_modules: {name!r} is the head or embedding, which {why}",
+                expected=f"names among {', '.join(_leaves(linear - heads))}; or all-linear",
+                hint="leave it out, or train it whole with train.lora.modules_to_save",
+            )
+
+
+def _matches(name: str, among: Iterable[str]) -> bool:
+    return any(full == name or full.endswith(f".{name}") for full in among)
+
+
+def _leaves(names: Iterable[str]) -> list[str]:
+    return sorted({name.rpartition(".")[2] for name in names})
+
+
+def _embeddings(modules: dict[str, Any]) -> set[str]:
+    return {n for n, m in modules.items() if isinstance(m, torch.nn.Embedding)}
+
+
+def _is_conv1d(module: Any) -> bool:
+    return type(module).__name__ == "Conv1D"
+
+
+def trainable_parameters(model: Any) -> int:
+    """How many numbers are trained."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def save_adapter(model: Any, folder: Path, base_name: str) -> None:
+    """Write the adapter in PEFT's format, the same bytes for the same weights.
+
+    Args:
+        model: The wrapped model.
+        folder: Where to.
+        base_name: What the config says the base is; a path of this machine would leak and differ.
+    """
+    model.save_pretrained(folder, save_embedding_layers=False)
+    (folder / "README.md").unlink(missing_ok=True)  # a template nobody filled in
+    path = folder / CONFIG
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["base_model_name_or_path"] = base_name
+    # PEFT keeps names as sets, whose order changes from process to process.
+    config = {k: sorted(v) if _is_names(v) else v for k, v in config.items()}
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def load_adapter(model: Any, path: Path) -> None:
+    """Put saved adapter weights into a wrapped model, bit for bit.
+
+    Raises:
+        AdapterError: The file holds other tensors or shapes than the model's adapter.
+    """
+    import peft
+    from safetensors.torch import load_file
+
+    saved = load_file(path)
+    _check_same(saved, peft.get_peft_model_state_dict(model, save_embedding_layers=False), path)
+    peft.set_peft_model_state_dict(model, saved)
+
+
+def prove_trained(model: Any, path: Path) -> None:
+    """Read a saved adapter again: is it the model's, finite, and not what it began as?
+
+    Raises:
+        AdapterError: Tensors are missing or left over, or every lora_B is zero: nothing was
+            trained. TrainingDiverged: A number is not finite.
+    """
+    import peft
+    from safetensors.torch import load_file
+
+    saved = load_file(path) if path.is_file() else {}
+    live = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    _check_same(saved, live, path)
+    bad = sorted(name for name, tensor in saved.items() if not bool(tensor.isfinite().all()))
+    if bad:
+        raise TrainingDiverged(
+            f"{len(bad)} of {len(saved)} saved tensors are not finite, first {bad[0]}",
+            hint="lower train.learning_rate, and look at the last rows of the loss curve",
+            details={"tensors": bad[:20]},
+        )
+    ends = [name for name in saved if ".lora_B." in name or "lora_embedding_B" in name]
+    zero = sorted(name for name in ends if not bool(saved[name].count_nonzero()))
+    if ends and len(zero) == len(ends):
+        raise AdapterError(
+            f"all {len(ends)} lora_B tensors are zero: the adapter does nothing",
+            expected="an adapter that was trained",
+            hint="check train.max_steps and train.learning_rate",
+        )
+    if zero:
+        log.warning("%d of %d targets were never reached, first %s", len(zero), len(ends), zero[0])
+
+
+def _check_same(saved: dict[str, Any], live: dict[str, Any], path: Path) -> None:
+    wrong = sorted(
+        f"{name}: {_shape(saved, name)} in the file, {_shape(live, name)} in the model"
+        for name in saved.keys() | live.keys()
+        if name not in saved or name not in live or saved[name].shape != live[name].shape
+    )
+    if wrong or not saved:
+        raise AdapterError(
+            f"{path.name}: {len(wrong)} tensors do not fit: " + "; ".join(wrong[:3]),
+            expected=f"{len(live)} tensors of the adapter that is trained",
+            hint="remove the checkpoint and train again",
+        )
+
+
+def _shape(tensors: dict[str, Any], name: str) -> str:
+    return "x".join(map(str, tensors[name].shape)) if name in tensors else "none"

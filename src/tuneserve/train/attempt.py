@@ -1,0 +1,252 @@
+"""One attempt at training: load, prove with a smoke step that it fits, train, save, prove again.
+
+Engine file: imports torch, transformers, peft and trl.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoTokenizer, set_seed
+
+from tuneserve.errors import AdapterError, DataError
+from tuneserve.lm import hardware
+from tuneserve.lm.load import load_base, nf4_settings, quantized_modules
+from tuneserve.lm.loss import pad_rows, row_losses
+from tuneserve.lm.rows import Rows
+from tuneserve.progress import Progress, human_bytes
+from tuneserve.stages import StageContext
+from tuneserve.train import adapter as adapters
+from tuneserve.train import checkpoints
+from tuneserve.train.memory import MemoryTimeline
+from tuneserve.train.recipe import Recipe, training_order
+from tuneserve.train.trainer import RowTrainer, Watch, read_curve, rewind_curve
+
+log = logging.getLogger(__name__)
+
+CURVE = "loss.jsonl"
+SIDECAR = "training.json"
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What is tried: the context, the rows, and a rung of the memory ladder."""
+
+    context: StageContext
+    rows: Rows
+    held_out: Rows
+    recipe: Recipe
+    checkpointing: bool
+    timeline: MemoryTimeline
+
+    def run(self, fits: Callable[[], None]) -> dict[str, Any]:
+        """Train and fill the output folder; returns metrics.
+
+        Args:
+            fits: Called once the smoke step has shown that this rung fits.
+
+        Raises:
+            TuneserveError: See `tuneserve.train.stage`.
+            torch.OutOfMemoryError: It does not fit.
+        """
+        train = self.context.run.train
+        set_seed(train.seed)
+        device = hardware.device()
+        model, dtype = self._load(device)
+        quantized = quantized_modules(model) if train.method == "qlora" else []
+        model = adapters.add_adapter(model, train.lora, dtype)
+        order = training_order(self.rows.lengths.tolist(), self.recipe, train.seed)
+        with Progress("train", total=self.recipe.steps) as progress:
+            watch = Watch(self.rows, order, self.recipe, self.context.work / CURVE, progress)
+            trainer = self._trainer(model, order, watch)
+            if train.eval_steps:
+                watch.evaluate = (train.eval_steps, lambda: self._held_out_loss(model))
+            smoke_step(trainer, self.rows, self.recipe, self.checkpointing, self.timeline)
+            fits()
+            self._train(trainer, watch)
+        self.timeline.phase("evaluate")
+        loss = self._held_out_loss(model) if len(self.held_out) else None
+        self.timeline.phase("save")
+        self._save(model, dtype, quantized, loss)
+        trained = adapters.trainable_parameters(model)
+        return {**self._metrics(watch, loss), "trainable_parameters": trained}
+
+    def _load(self, device: torch.device) -> tuple[Any, torch.dtype]:
+        run, base = self.context.run, self.context.base
+        assert base is not None
+        dtype = hardware.compute_dtype(device)
+        model = load_base(
+            base,
+            device=device,
+            dtype=dtype,
+            nf4=run.train.method == "qlora",
+            attention=run.train.attention,
+            trust_remote_code=run.model.trust_remote_code,
+        )
+        vocabulary = model.get_input_embeddings().weight.shape[0]
+        for name, rows in (("train", self.rows), ("eval", self.held_out)):
+            if len(rows.ids) and int(rows.ids.max()) >= vocabulary:
+                raise DataError(
+                    f"{name}.parquet: token id {int(rows.ids.max())} is beyond the model's "
+                    f"{vocabulary} embeddings",
+                    expected="rows tokenized with the tokenizer of this base",
+                    hint="run `tuneserve validate` with this base",
+                )
+        return model, dtype
+
+    def _trainer(self, model: Any, order: Sequence[int], watch: Watch) -> RowTrainer:
+        tokenizer = AutoTokenizer.from_pretrained(self.context.inputs["dataset"].path / "tokenizer")
+        return RowTrainer(
+            model,
+            self.rows,
+            order,
+            self.recipe,
+            self.context.run.train,
+            self.context.work,
+            tokenizer,
+            checkpointing=self.checkpointing,
+            callback=watch,
+        )
+
+    def _train(self, trainer: RowTrainer, watch: Watch) -> None:
+        found = checkpoints.latest_whole(self.context.work)
+        resume, step = found if found else (None, 0)
+        rewind_curve(watch.curve, step)
+        if found:
+            log.info("going on from the checkpoint of step %d", step)
+        watch.begin(step)
+        self.timeline.phase("train")
+        set_seed(self.context.run.train.seed)
+        trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+
+    def _held_out_loss(self, model: Any) -> float:
+        count = min(len(self.held_out), self.context.run.gates.eval_rows)
+        training = model.training
+        model.eval()
+        try:
+            return row_losses(model, self.held_out, range(count)).mean
+        finally:
+            model.train(training)
+
+    def _save(
+        self, model: Any, dtype: torch.dtype, quantized: list[str], eval_loss: float | None
+    ) -> None:
+        run, out = self.context.run, self.context.out
+        base = run.model.base
+        adapters.save_adapter(model, out, Path(base).name if Path(base).is_absolute() else base)
+        adapters.prove_trained(model, out / adapters.WEIGHTS)
+        points = read_curve(self.context.work / CURVE)
+        if eval_loss is not None:
+            points.append({"step": self.recipe.steps, "eval_loss": eval_loss})
+        (out / CURVE).write_text("".join(json.dumps(p) + "\n" for p in points), encoding="utf-8")
+        qlora = run.train.method == "qlora"
+        sidecar = {
+            "method": run.train.method,
+            "quantization": nf4_settings(dtype) if qlora else None,
+            "quantized_modules": quantized,
+            "compute_dtype": hardware.dtype_name(dtype),
+            "steps": self.recipe.steps,
+            "effective_batch": self.recipe.effective_batch,
+            "seed": run.train.seed,
+            "versions": _versions(),
+        }
+        text = json.dumps(sidecar, indent=1, sort_keys=True) + "\n"
+        (out / SIDECAR).write_text(text, encoding="utf-8")
+
+    def _metrics(self, watch: Watch, eval_loss: float | None) -> dict[str, Any]:
+        losses = [p["loss"] for p in read_curve(watch.curve) if "loss" in p]
+        trained = np.asarray(watch.order)
+        supervised = int(self.rows.supervised()[trained].sum())
+        seconds = watch.seconds
+        metrics: dict[str, Any] = {
+            "steps": len(losses),
+            "first_loss": losses[0] if losses else None,
+            "final_loss": losses[-1] if losses else None,
+            "eval_loss": eval_loss,
+            "supervised_tokens_seen": supervised,
+            "tokens_per_second": round(watch.tokens / sum(seconds), 1) if seconds else None,
+            "seconds_per_step": round(statistics.median(seconds), 4) if seconds else None,
+            "effective_batch": self.recipe.effective_batch,
+            "micro_batch": self.recipe.micro_batch,
+            "gradient_accumulation": self.recipe.accumulation,
+            "gradient_checkpointing": self.checkpointing,
+        }
+        if torch.cuda.is_available():
+            metrics["peak_gpu_bytes"] = torch.cuda.max_memory_reserved()
+        if len(losses) != self.recipe.steps:
+            raise AdapterError(
+                f"{len(losses)} of {self.recipe.steps} steps were trained",
+                hint="run the same command again: it goes on from the last checkpoint",
+            )
+        return metrics
+
+
+def smoke_step(
+    trainer: RowTrainer,
+    rows: Rows,
+    recipe: Recipe,
+    checkpointing: bool,
+    timeline: MemoryTimeline,
+) -> None:
+    """Forward, backward and optimizer on the longest rows; weights and random state stay.
+
+    Raises:
+        AdapterError: No gradient reaches the adapter.
+        torch.OutOfMemoryError: It did not fit at all.
+    """
+    timeline.phase("smoke")
+    model = trainer.model
+    longest = np.argsort(-rows.lengths, kind="stable")[: recipe.micro_batch].tolist()
+    place = next(model.parameters()).device
+    batch = {k: v.to(place) for k, v in pad_rows(rows, longest, 8).items()}
+    if checkpointing:
+        model.gradient_checkpointing_enable(trainer.args.gradient_checkpointing_kwargs)
+    model.train()
+    with torch.random.fork_rng(devices=[place] if place.type == "cuda" else []):
+        loss = trainer.compute_loss(model, batch)
+        loss.backward()
+        if bool(loss.isfinite()):
+            _check_gradients(model)
+        if place.type == "cuda":
+            _idle_optimizer_step(trainer)
+    model.zero_grad(set_to_none=True)
+    if place.type == "cuda":
+        log.info(
+            "smoke step on %d rows of up to %d tokens: %s reserved at most",
+            len(longest),
+            batch["input_ids"].shape[1],
+            human_bytes(torch.cuda.max_memory_reserved(place)),
+        )
+
+
+def _idle_optimizer_step(trainer: RowTrainer) -> None:
+    """Make the optimizer allocate its state, and throw it away; at rate 0 no weight changes."""
+    optimizer = trainer.create_optimizer()
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    trainer.optimizer = None
+
+
+def _check_gradients(model: Any) -> None:
+    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    if not any(p.grad is not None and bool(p.grad.count_nonzero()) for _, p in trained):
+        raise AdapterError(
+            f"no gradient reaches any of the {len(trained)} trained tensors",
+            expected="a gradient in the adapter after one backward pass",
+            hint="check train.lora.target_modules and that rows are supervised",
+        )
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import version
+
+    return {name: version(name) for name in ("torch", "transformers", "peft", "trl")}

@@ -1,0 +1,60 @@
+"""Which checkpoint a killed run goes on from: a checkpoint counts once its seal is there and holds.
+
+The trainer writes a checkpoint folder file by file. When all are written, `seal` records their
+sizes and hashes in `sealed.json`, last; a folder without that file, or with a file that differs
+from it, is damaged.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from pathlib import Path
+
+from tuneserve.artifacts import file_sha256, write_json_atomic
+
+log = logging.getLogger(__name__)
+
+SEAL = "sealed.json"
+_NAME = re.compile(r"checkpoint-(\d+)")
+
+
+def seal(folder: Path) -> None:
+    """Declare a checkpoint folder complete: every file is on disk, and its hash recorded."""
+    files = {}
+    for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name != SEAL):
+        with path.open("rb") as stream:
+            os.fsync(stream.fileno())
+        files[path.relative_to(folder).as_posix()] = [path.stat().st_size, file_sha256(path)]
+    write_json_atomic(folder / SEAL, {"files": files})
+
+
+def latest_whole(work: Path) -> tuple[Path, int] | None:
+    """The newest undamaged checkpoint and its step; damaged ones are removed and said so."""
+    found = [(int(m.group(1)), p) for p in work.iterdir() if (m := _NAME.fullmatch(p.name))]
+    for step, folder in sorted(found, reverse=True):
+        why = _damage(folder)
+        if not why:
+            return folder, step
+        log.warning("checkpoint of step %d is damaged (%s): going back further", step, why)
+        shutil.rmtree(folder)
+    return None
+
+
+def _damage(folder: Path) -> str:
+    try:
+        files = json.loads((folder / SEAL).read_text(encoding="utf-8"))["files"]
+    except FileNotFoundError:
+        return "it was not finished"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"its seal cannot be read: {error}"
+    for name, (size, sha256) in files.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size or file_sha256(path) != sha256:
+            return f"the bytes of {name} changed"
+    return ""

@@ -1,0 +1,104 @@
+"""How many steps of how many rows in which order: decided before anything is loaded."""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from tuneserve.config import TrainSection
+from tuneserve.errors import RunFileError
+
+log = logging.getLogger(__name__)
+
+# Rows of like length are brought together within this many steps' worth of rows: wide enough that
+# padding nearly vanishes, narrow enough that the order stays well mixed over an epoch.
+_GROUPED_STEPS = 50
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The run's shape. ``micro_batch * accumulation * processes == effective_batch``."""
+
+    rows: int
+    steps: int
+    effective_batch: int
+    micro_batch: int
+    accumulation: int
+    warmup_steps: int
+    processes: int = 1
+
+    def with_micro_batch(self, limit: int) -> Recipe:
+        """The same steps with the largest micro-batch up to `limit` that divides evenly."""
+        share = self.effective_batch // self.processes
+        micro = max(n for n in range(1, min(limit, share) + 1) if share % n == 0)
+        return replace(self, micro_batch=micro, accumulation=share // micro)
+
+
+def make_recipe(train: TrainSection, rows: int, micro_batch: int, processes: int = 1) -> Recipe:
+    """Decide steps and batches.
+
+    Every step sees exactly `effective_batch` rows; the last step fills up with rows of a next
+    epoch. With fewer rows than `effective_batch`, a step is one pass over all rows.
+
+    Args:
+        train: The run file's section.
+        rows: Training rows there are, at least one.
+        micro_batch: Most rows a forward pass; the largest divisor of the effective batch is taken.
+        processes: Processes that share a step.
+
+    Raises:
+        RunFileError: The effective batch cannot be shared evenly among the processes.
+    """
+    effective = train.effective_batch
+    if rows < effective:
+        effective = max(rows // processes, 1) * processes
+        log.warning(
+            "train.effective_batch is %d, but there are only %d rows: each step takes %d",
+            train.effective_batch,
+            rows,
+            effective,
+        )
+    if effective % processes:
+        raise RunFileError(
+            f"train.effective_batch: {effective} rows cannot be shared among {processes} processes",
+            expected=f"a multiple of {processes}",
+            hint="change train.effective_batch or the number of GPUs",
+        )
+    steps = train.max_steps or math.ceil(round(train.epochs * rows / effective, 6))
+    warmup = min(math.ceil(train.warmup_fraction * steps), steps - 1)
+    recipe = Recipe(rows, steps, effective, 1, effective // processes, warmup, processes)
+    return recipe.with_micro_batch(micro_batch)
+
+
+def training_order(lengths: Sequence[int], recipe: Recipe, seed: int) -> list[int]:
+    """Row indices in the order they are trained on: ``steps * effective_batch`` of them.
+
+    Each epoch is a shuffle of all rows. Within windows of some steps, rows of like length are put
+    into the same step, longest first within a step, and the steps of a window are shuffled again.
+    The order depends on `lengths`, the recipe's steps and effective batch, and `seed`; never on
+    the micro-batch, so a run that goes on with a smaller one sees the same rows in the same
+    steps.
+    """
+    rng = random.Random(seed)
+    wanted = recipe.steps * recipe.effective_batch
+    stream: list[int] = []
+    while len(stream) < wanted:
+        epoch = list(range(len(lengths)))
+        rng.shuffle(epoch)
+        stream += epoch
+    del stream[wanted:]
+    window = _GROUPED_STEPS * recipe.effective_batch
+    order: list[int] = []
+    for begin in range(0, wanted, window):
+        # Stable: rows of equal length keep their shuffled order.
+        rows = sorted(stream[begin : begin + window], key=lambda row: -lengths[row])
+        steps = [
+            rows[at : at + recipe.effective_batch]
+            for at in range(0, len(rows), recipe.effective_batch)
+        ]
+        rng.shuffle(steps)
+        order += [row for step in steps for row in step]
+    return order

@@ -1,0 +1,198 @@
+"""Stage `train`: QLoRA, or LoRA on a 16-bit base, on exactly the ids that `validate` wrote.
+
+Nothing heavy is imported before `run`. Everything that a library holds on to (model, optimizer,
+graph) lives in `tuneserve.train.attempt`, so that an attempt which did not fit can be forgotten
+whole.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from dataclasses import dataclass
+from typing import Any
+
+from tuneserve.artifacts import write_json_atomic
+from tuneserve.errors import DataError, OutOfMemory
+from tuneserve.lm.rows import Rows, read_rows
+from tuneserve.stages import StageContext
+from tuneserve.train.curves import plot_loss, plot_memory
+from tuneserve.train.memory import MemoryTimeline
+from tuneserve.train.recipe import Recipe, make_recipe
+
+log = logging.getLogger(__name__)
+
+_DEFAULT_MICRO_BATCH = 4
+_RUNG = "rung.json"
+
+
+def run(context: StageContext) -> dict[str, Any]:
+    """Train the adapter of `context.run` and fill `context.out`.
+
+    An attempt that runs out of memory is followed by one with half the micro-batch, down to 1,
+    then by one with gradient checkpointing. Steps, rows and their order stay the same, and it
+    goes on from the last complete checkpoint. So does the next call after a kill.
+
+    Raises:
+        DataError: The rows cannot be trained on.
+        RunFileError: A module name matches nothing.
+        TrainingDiverged: A loss or gradient norm was not finite.
+        AdapterError: What was trained does nothing.
+        OutOfMemory: Nothing on the ladder fits.
+    """
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    from tuneserve.lm.load import quiet_libraries
+
+    quiet_libraries()
+    dataset = context.inputs["dataset"].path
+    rows, held_out = _read(dataset / "train.parquet"), read_rows(dataset / "eval.parquet")
+    train = context.run.train
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    wanted = context.hints.get("micro_batch") or train.micro_batch
+    micro_batch = wanted if isinstance(wanted, int) else _DEFAULT_MICRO_BATCH
+    recipe = make_recipe(train, len(rows), micro_batch, processes)
+    rung = _start(context, Rung(recipe, train.gradient_checkpointing))
+    metrics = _climb_down(context, rows, held_out, rung)
+    _copy_tokenizer(context)
+    return metrics
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One rung of the memory ladder."""
+
+    recipe: Recipe
+    checkpointing: bool
+
+    def next(self) -> Rung | None:
+        """The rung below: half the micro-batch, then checkpointing; None at the bottom."""
+        if self.recipe.micro_batch > 1:
+            half = self.recipe.with_micro_batch(self.recipe.micro_batch // 2)
+            return Rung(half, self.checkpointing)
+        return None if self.checkpointing else Rung(self.recipe, True)
+
+    def __str__(self) -> str:
+        recipe = self.recipe
+        text = f"micro-batch {recipe.micro_batch} x {recipe.accumulation} accumulated"
+        return f"{text}, {'with' if self.checkpointing else 'without'} gradient checkpointing"
+
+
+def _climb_down(context: StageContext, rows: Rows, held_out: Rows, rung: Rung) -> dict[str, Any]:
+    import torch
+
+    planned = context.hints.get("planned_peak_bytes")
+    tried: list[str] = []
+    with MemoryTimeline(torch.cuda.is_available()) as timeline:
+        while True:
+            log.info(
+                "%d steps of %d rows: %s", rung.recipe.steps, rung.recipe.effective_batch, rung
+            )
+            metrics, why = _attempt(context, rows, held_out, rung, timeline)
+            if metrics is not None:
+                break
+            tried.append(f"{rung}: {why}")
+            below = rung.next()
+            if below is None:
+                raise _at_the_bottom(tried)
+            log.warning("%s did not fit (%s): trying %s", rung, why, below)
+            rung = below
+    memory = timeline.to_json(planned if isinstance(planned, int) else None)
+    write_json_atomic(context.out / "memory.json", memory)
+    plot_memory(memory, context.out / "memory.png")
+    points = [json.loads(x) for x in (context.out / "loss.jsonl").read_text().splitlines()]
+    plot_loss(points, context.out / "loss.png")
+    return {**metrics, "did_not_fit": tried}
+
+
+def _attempt(
+    context: StageContext, rows: Rows, held_out: Rows, rung: Rung, timeline: MemoryTimeline
+) -> tuple[dict[str, Any] | None, str]:
+    """Metrics, or why it did not fit. The attempt's memory is free again afterwards."""
+    import torch
+
+    from tuneserve.lm.hardware import release_memory
+    from tuneserve.train.attempt import Attempt
+
+    def note(phase: str) -> None:
+        state = {
+            "micro_batch": rung.recipe.micro_batch,
+            "checkpointing": rung.checkpointing,
+            "phase": phase,
+        }
+        write_json_atomic(context.work / _RUNG, state)
+
+    attempt = Attempt(context, rows, held_out, rung.recipe, rung.checkpointing, timeline)
+    note("smoke")
+    try:
+        return attempt.run(lambda: note("train")), ""
+    except (torch.OutOfMemoryError, MemoryError, OutOfMemory) as error:
+        why = str(error).splitlines()[0] if str(error) else "out of memory"
+    except RuntimeError as error:
+        if "DefaultCPUAllocator" not in str(error):
+            note("train")
+            raise
+        why = str(error).splitlines()[0]
+    except BaseException:
+        note("train")  # it ended by itself, so it was not killed for its memory
+        raise
+    # Outside of the handler, or the error's traceback would keep the model alive.
+    release_memory()
+    return None, why
+
+
+def _start(context: StageContext, top: Rung) -> Rung:
+    """The rung to begin with: the last one tried, or one below if its smoke step was killed."""
+    try:
+        state = json.loads((context.work / _RUNG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return top
+    recipe = top.recipe.with_micro_batch(min(top.recipe.micro_batch, int(state["micro_batch"])))
+    last = Rung(recipe, top.checkpointing or bool(state["checkpointing"]))
+    if state["phase"] == "train":
+        return last
+    below = last.next()
+    if below is None:
+        raise _at_the_bottom([f"{last}: killed in the first step"])
+    log.warning("the last attempt was killed in its first step (%s): trying %s", last, below)
+    return below
+
+
+def _at_the_bottom(tried: list[str]) -> OutOfMemory:
+    return OutOfMemory(
+        "training does not fit:\n    " + "\n    ".join(tried),
+        expected="one row a forward pass, with gradient checkpointing, to fit",
+        hint="lower data.max_length or train.lora.r, use train.method: qlora, or a smaller base; "
+        "`tuneserve plan` shows what takes how much",
+        details={"tried": tried},
+    )
+
+
+def _read(path: Any) -> Rows:
+    rows = read_rows(path)
+    if not len(rows):
+        raise DataError(
+            f"{path}: holds no rows",
+            expected="at least one training row",
+            hint="see the dataset's report",
+        )
+    unsupervised = [rows.sources[i] for i, n in enumerate(rows.supervised()) if n == 0]
+    if unsupervised:
+        raise DataError(
+            f"{path}: {len(unsupervised)} rows have no supervised token: "
+            + ", ".join(unsupervised[:8]),
+            expected="an assistant turn in every row",
+            hint="run `tuneserve validate` again, or remove these rows",
+        )
+    return rows
+
+
+def _copy_tokenizer(context: StageContext) -> None:
+    """The files that encode and render as in training, and the base's fingerprint."""
+    from tuneserve.checkpoint.fingerprint import fingerprint
+
+    for source in sorted((context.inputs["dataset"].path / "tokenizer").iterdir()):
+        shutil.copyfile(source, context.out / source.name)
+    assert context.base is not None
+    write_json_atomic(context.out / "base_fingerprint.json", fingerprint(context.base))

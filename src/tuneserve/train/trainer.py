@@ -1,0 +1,262 @@
+"""TRL's trainer, made to train on given rows in a given order and to stop at the first bad number.
+
+Engine file: imports torch, transformers and trl.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from transformers import TrainerCallback
+from trl import SFTConfig, SFTTrainer
+from trl.trainer.utils import add_fused_lm_head
+
+from tuneserve.config import TrainSection
+from tuneserve.errors import TrainingDiverged
+from tuneserve.lm.loss import pad_rows
+from tuneserve.lm.rows import Rows
+from tuneserve.progress import Progress
+from tuneserve.train.adapter import WEIGHTS, load_adapter, unify_dtype
+from tuneserve.train.checkpoints import seal
+from tuneserve.train.recipe import Recipe
+
+log = logging.getLogger(__name__)
+
+# Widths in multiples of 8 keep matrix units busy; the tokens added are masked.
+_PAD_MULTIPLE = 8
+
+
+class RowTrainer(SFTTrainer):
+    """`SFTTrainer` over a dataset artifact's rows: nothing is tokenized, cut, shuffled or packed.
+
+    Args:
+        model: Wrapped with an adapter.
+        rows: The rows.
+        order: Row indices as `training_order` gives them.
+        recipe: Steps and batches.
+        train: The run file's section.
+        work: Where checkpoints go.
+        tokenizer: Saved beside checkpoints; it tokenizes nothing.
+        checkpointing: Recompute activations in the backward pass.
+        callback: Watches the steps.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        rows: Rows,
+        order: Sequence[int],
+        recipe: Recipe,
+        train: TrainSection,
+        work: Path,
+        tokenizer: Any,
+        *,
+        checkpointing: bool,
+        callback: TrainerCallback,
+    ) -> None:
+        dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
+        # The whole run is one pass over `order`, so that no epoch's end cuts a step short.
+        super().__init__(
+            model=model,
+            args=_arguments(train, recipe, work, checkpointing=checkpointing),
+            train_dataset=Dataset.from_dict({"row": list(order)}),
+            data_collator=lambda items: pad_rows(rows, [i["row"] for i in items], _PAD_MULTIPLE),
+            processing_class=tokenizer,
+            callbacks=[callback],
+        )
+        # TRL made the adapter of a quantized base bf16, also where the CPU has no bf16 arithmetic.
+        unify_dtype(self.model, dtype)
+        # TRL's head also computes entropy and accuracy, which nobody reads here.
+        add_fused_lm_head(self.model.get_base_model(), outputs=())
+        from transformers.trainer_callback import PrinterCallback
+
+        self.remove_callback(PrinterCallback)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> torch.utils.data.Sampler:
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, torch.Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        """Summed loss over the supervised tokens of the whole effective batch.
+
+        So a token weighs the same whatever micro-batch it is in. TRL's own method adds three device
+        synchronizations a micro-batch, for metrics nobody reads here.
+        """
+        out = model(**inputs, fused_lm_head=True)
+        total = out.label_mask.sum() if num_items_in_batch is None else num_items_in_batch
+        loss = -out.log_probs.sum() / torch.as_tensor(total).clamp(min=1)
+        if self.args.average_tokens_across_devices and num_items_in_batch is not None:
+            loss = loss * self.accelerator.num_processes
+        return (loss, out) if return_outputs else loss
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Checkpoints need none."""
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        # The library's way loads into float32 and ignores tensors that are missing.
+        load_adapter(self.model, Path(resume_from_checkpoint) / WEIGHTS)
+
+
+def _arguments(train: TrainSection, recipe: Recipe, work: Path, *, checkpointing: bool) -> Any:
+    cuda = torch.cuda.is_available()
+    return SFTConfig(
+        output_dir=str(work),
+        max_steps=recipe.steps,
+        per_device_train_batch_size=recipe.micro_batch,
+        gradient_accumulation_steps=recipe.accumulation,
+        learning_rate=train.learning_rate,
+        lr_scheduler_type=train.lr_scheduler,
+        warmup_steps=recipe.warmup_steps,
+        weight_decay=train.weight_decay,
+        max_grad_norm=train.max_grad_norm,
+        optim=optimizer_name(train.optimizer, cuda=cuda),
+        gradient_checkpointing=checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False} if checkpointing else None,
+        # All weights have the type that is computed in; autocast would only cast them again.
+        bf16=False,
+        fp16=False,
+        use_cpu=not cuda,
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        save_strategy="steps",
+        save_steps=train.save_steps,
+        save_total_limit=2,
+        eval_strategy="no",
+        report_to=train.report_to or "none",
+        seed=train.seed,
+        data_seed=train.seed,
+        remove_unused_columns=False,
+        dataloader_pin_memory=cuda,
+        disable_tqdm=True,
+        max_length=None,
+        dataset_kwargs={"skip_prepare_dataset": True},
+    )
+
+
+def optimizer_name(optimizer: str, *, cuda: bool) -> str:
+    """The trainer's name of an optimizer; without a GPU nothing is paged."""
+    if optimizer == "paged_adamw_8bit" and not cuda:
+        log.info("optimizer: adamw_8bit, since there is no GPU memory to page from")
+        return "adamw_8bit"
+    return optimizer
+
+
+@dataclass
+class Watch(TrainerCallback):
+    """Follows the steps: progress lines, the loss curve, checkpoints' seals, the first bad number.
+
+    Attributes:
+        rows: The rows.
+        order: Row indices in training order.
+        recipe: Steps and batches.
+        curve: The JSONL file of the loss curve, in the work folder.
+        progress: Counts steps.
+        evaluate: Held-out loss now, and every how many steps to ask for it; None: never.
+    """
+
+    rows: Rows
+    order: Sequence[int]
+    recipe: Recipe
+    curve: Path
+    progress: Progress
+    evaluate: tuple[int, Callable[[], float]] | None = None
+    seconds: list[float] = field(default_factory=list)
+    tokens: int = 0
+    _began: float = 0.0
+
+    def begin(self, step: int) -> None:
+        """Count from `step`, the last one that a checkpoint holds."""
+        self.progress.done = step
+
+    def rows_of(self, step: int) -> list[int]:
+        """Rows that step `step` (from 1) trains on."""
+        size = self.recipe.effective_batch
+        return list(self.order[(step - 1) * size : step * size])
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Start the step's clock."""
+        self._began = time.monotonic()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Record a step; called before its checkpoint is written.
+
+        Raises:
+            TrainingDiverged: The loss or the gradient norm is not finite.
+        """
+        if not logs or "loss" not in logs:
+            return
+        step, loss, norm = state.global_step, float(logs["loss"]), float(logs.get("grad_norm", 0))
+        rate = float(logs["learning_rate"])
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise self._diverged(step, loss, norm, rate)
+        point = {"step": step, "loss": loss, "grad_norm": norm, "learning_rate": rate}
+        self._write(point)
+        seconds = time.monotonic() - self._began
+        self.seconds.append(seconds)
+        tokens = int(np.sum(self.rows.lengths[self.rows_of(step)]))
+        self.tokens += tokens
+        self.progress.advance(1, f"loss {loss:.4f}, {tokens / max(seconds, 1e-9):,.0f} tokens/s")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Measure the held-out loss when it is due; the end is measured elsewhere."""
+        if self.evaluate is None or state.global_step >= self.recipe.steps:
+            return
+        every, measure = self.evaluate
+        if state.global_step % every == 0:
+            loss = measure()
+            self._write({"step": state.global_step, "eval_loss": loss})
+            log.info("held-out loss at step %d: %.4f", state.global_step, loss)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Seal the checkpoint just written: only now does it count."""
+        if state.is_world_process_zero:
+            seal(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+
+    def _write(self, point: dict[str, Any]) -> None:
+        with self.curve.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(point) + "\n")
+
+    def _diverged(self, step: int, loss: float, norm: float, rate: float) -> TrainingDiverged:
+        what = f"loss {loss}" if not math.isfinite(loss) else f"gradient norm {norm} (loss {loss})"
+        sources = [self.rows.sources[row] for row in self.rows_of(step)]
+        return TrainingDiverged(
+            f"step {step}: {what} at learning rate {rate:.3g}; rows {', '.join(sources[:8])}"
+            + (f" and {len(sources) - 8} more" if len(sources) > 8 else ""),
+            expected="a finite loss and gradient norm",
+            hint="look at these rows; if they are fine, lower train.learning_rate or raise "
+            "train.warmup_fraction; nothing was saved",
+            details={"step": step, "learning_rate": rate, "rows": sources[:64]},
+        )
+
+
+def read_curve(path: Path) -> list[dict[str, Any]]:
+    """Points of a loss curve; a last line that was cut off by a kill is left out."""
+    points = []
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                points.append(json.loads(line))
+            except ValueError:
+                break
+    return points
+
+
+def rewind_curve(path: Path, step: int) -> None:
+    """Drop what is after `step`: those steps will be trained again."""
+    points = [point for point in read_curve(path) if point["step"] <= step]
+    path.write_text("".join(json.dumps(point) + "\n" for point in points), encoding="utf-8")
