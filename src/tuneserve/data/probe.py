@@ -1,0 +1,199 @@
+"""What the chat template does, found by rendering a few small conversations before any row is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jinja2
+
+from tuneserve.data.engine import Engine
+from tuneserve.data.supervise import Frames
+from tuneserve.data.template import ChatTemplate, Message
+from tuneserve.errors import ModelError
+
+_QUESTIONS = ("Which lamp is it?", "And the next one?")
+_ANSWERS = ("Quartz lantern number nine.", "Copper lantern number four.")
+
+
+def _turns(*pairs: tuple[str, str]) -> list[Message]:
+    return [{"role": role, "content": content} for role, content in pairs]
+
+
+_SHORT = _turns(("user", _QUESTIONS[0]), ("assistant", _ANSWERS[0]))
+_LONG = _SHORT + _turns(("user", _QUESTIONS[1]), ("assistant", _ANSWERS[1]))
+_SYSTEM = _turns(("system", "Lamps only, please.")) + _SHORT
+_TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "lamp_state",
+            "description": "State",
+            "parameters": {"type": "object"},
+        },
+    }
+]
+_CALL = _turns(("user", _QUESTIONS[0])) + [
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {
+                "id": "call00000",
+                "type": "function",
+                "function": {"name": "lamp_state", "arguments": {"lamp": "nine"}},
+            }
+        ],
+    },
+    {"role": "tool", "content": "lit", "tool_call_id": "call00000"},
+    {"role": "assistant", "content": _ANSWERS[0]},
+]
+
+# Rendered by transformers in the tokenizer's child and by us; the texts and ids must be equal.
+PROBES: list[dict[str, Any]] = [
+    {"messages": _SHORT, "prompt": False},
+    {"messages": _SHORT[:1], "prompt": True},
+    {"messages": _LONG, "prompt": False},
+    {"messages": _SYSTEM, "prompt": False},
+    {"messages": _CALL, "prompt": False, "tools": _TOOLS},
+]
+
+
+@dataclass
+class TemplateFacts:
+    """What was found.
+
+    Attributes:
+        frames: What the template puts around answers.
+        end_id: Id of the token that ends an answer.
+        end_text: Its text.
+        extra_stop: Whether the base's stop tokens lack it, so that it has to be added to them.
+        notes: Sentences for the report.
+    """
+
+    frames: Frames
+    end_id: int
+    end_text: str
+    extra_stop: bool
+    notes: list[str] = field(default_factory=list)
+
+
+def check_parity(template: ChatTemplate, engine: Engine, renderings: list[Any]) -> None:
+    """Our rendering and ids must be those of transformers on every probe.
+
+    Raises:
+        ModelError: They differ.
+    """
+    for probe, theirs in zip(PROBES, renderings, strict=True):
+        try:
+            text = template.render(probe["messages"], probe.get("tools"), prompt=probe["prompt"])
+        except (jinja2.TemplateError, TypeError, ValueError):
+            text = None
+        if (text is None) != (theirs is None) or (theirs is not None and text != theirs["text"]):
+            raise ModelError(
+                "the chat template renders differently in transformers and here",
+                hint="report this, with the model's name",
+                details={"ours": text, "theirs": theirs and theirs["text"]},
+            )
+        if theirs is not None and engine.encode(theirs["text"]).ids != theirs["ids"]:
+            raise ModelError(
+                "the tokenizer gives other ids in transformers than here",
+                hint="report this, with the model's name",
+            )
+
+
+def examine(template: ChatTemplate, engine: Engine) -> TemplateFacts:
+    """Learn the frames and the end token.
+
+    Raises:
+        ModelError: Answers cannot be supervised with this template.
+    """
+    try:
+        text = template.render(_SHORT, None, prompt=False)
+        prompt = template.render(_SHORT[:1], None, prompt=True)
+        plain = template.render(_SHORT[:1], None, prompt=False)
+    except (jinja2.TemplateError, TypeError, ValueError) as error:
+        raise _refused(f"it refuses a question and an answer: {error}") from error
+    if not text.startswith(prompt):
+        at = next(
+            (i for i, (a, b) in enumerate(zip(text, prompt, strict=False)) if a != b), len(text)
+        )
+        raise _refused(
+            f"the prompt for an answer is not the beginning of the conversation with the answer; they "
+            f"differ at character {at}: prompt {prompt[at : at + 20]!r}, conversation "
+            f"{text[at : at + 20]!r}"
+        )
+    if _ANSWERS[0] not in text[len(prompt) :]:
+        raise _refused("it does not show the answer")
+    before, _, rest = text[len(prompt) :].partition(_ANSWERS[0])
+    end_id, after = _end_token(engine, rest)
+    frames = Frames({(before, after), ("", after)})
+    notes = []
+    if prompt == plain and before == "":
+        notes.append("the template adds nothing before an answer (no generation prompt)")
+    notes += _examine_more(template, frames, after)
+    extra = not bool(engine.is_stop[end_id])
+    end_text = str(engine.tokenizer.id_to_token(end_id))
+    if extra:
+        notes.append(
+            f"answers end with {end_text}, which is not among the base's stop tokens: it was added to "
+            "generation_config.json, so that the server stops there"
+        )
+    ids = engine.encode(text).ids
+    if engine.bos_id is not None and ids[:2] == [engine.bos_id, engine.bos_id]:
+        raise _refused("it begins with two BOS tokens")
+    if any("strftime_now" in source for source in template.sources.values()):
+        notes.append("the template writes today's date: prompts of another day have other tokens")
+    return TemplateFacts(frames, end_id, end_text, extra, notes)
+
+
+def _end_token(engine: Engine, rest: str) -> tuple[int, str]:
+    """The first control token after an answer, and the text up to its end."""
+    encoding = engine.encode(rest)
+    for id, (_, end) in zip(encoding.ids, encoding.offsets, strict=True):
+        if engine.is_control[id] or engine.is_stop[id]:
+            return id, rest[:end]
+    raise _refused(
+        f"it ends an answer with {rest!r}, which holds no control token, so a model trained with it would "
+        "never stop"
+    )
+
+
+def _examine_more(template: ChatTemplate, frames: Frames, after: str) -> list[str]:
+    notes = []
+    try:
+        text = template.render(_LONG, None, prompt=False)
+        first = template.render(_LONG[:1], None, prompt=True)
+        second = template.render(_LONG[:3], None, prompt=True)
+        inner = template.render(_LONG[:2], None, prompt=False)
+        if text.startswith(first) and text.startswith(inner) and text.startswith(second):
+            before, found, rest = text[len(first) :].partition(_ANSWERS[0])
+            if found and after in rest:
+                frames.around.add((before, rest[: rest.index(after)] + after))
+        else:
+            notes.append("the template rewrites history: one row per answer")
+    except (jinja2.TemplateError, TypeError, ValueError):
+        notes.append("the template takes one question and answer only")
+    try:
+        if _SYSTEM[0]["content"] not in template.render(_SYSTEM, None, prompt=False):
+            notes.append("the template leaves out system turns")
+    except (jinja2.TemplateError, TypeError, ValueError):
+        notes.append("the template refuses system turns")
+    return notes
+
+
+def shows_tools(template: ChatTemplate) -> bool:
+    """Whether tools, calls and results all appear in the rendering."""
+    try:
+        text = template.render(_CALL, _TOOLS, prompt=False)
+    except (jinja2.TemplateError, TypeError, ValueError):
+        return False
+    return text.count("lamp_state") >= 2 and "nine" in text and "lit" in text
+
+
+def _refused(why: str) -> ModelError:
+    return ModelError(
+        f"the chat template cannot be supervised: {why}",
+        expected="a template whose answers follow the prompt and end with a control token",
+        hint="set model.chat_template to such a template",
+    )

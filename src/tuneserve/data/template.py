@@ -1,0 +1,125 @@
+"""The chat template, rendered as transformers and vLLM render it, without importing either.
+
+The environment's rules are those of transformers (`utils/chat_template_utils.py`): an immutable sandbox,
+trimmed blocks, loop controls, `tojson`, `raise_exception`, `strftime_now` and a `generation` tag. That ours
+gives the same text is not assumed: the tokenizer's child renders the same probes with transformers, and they
+are compared at every start.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+
+Message = dict[str, Any]
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks assistant text for trainers; it renders as what is inside it."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node | list[jinja2.nodes.Node]:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body).set_lineno(line)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def _compile(source: str) -> jinja2.Template:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment.from_string(source)
+
+
+class ChatTemplate:
+    """A compiled chat template.
+
+    Args:
+        sources: Jinja source by name; ``default``, and ``tool_use`` where a tokenizer has one for tools.
+        variables: The tokenizer's special tokens, which templates read as variables.
+
+    Raises:
+        jinja2.TemplateError: A source is not valid Jinja.
+    """
+
+    def __init__(self, sources: dict[str, str], variables: dict[str, Any]) -> None:
+        self.sources, self.variables = sources, variables
+        self._render: dict[str, Callable[..., str]] = {
+            name: _compile(source).render for name, source in sources.items()
+        }
+
+    def render(
+        self, messages: list[Message], tools: list[dict[str, Any]] | None, *, prompt: bool
+    ) -> str:
+        """The text of messages in server form; `prompt` adds the beginning of the next answer.
+
+        Raises:
+            jinja2.TemplateError, TypeError: The template refuses the messages.
+        """
+        name = "tool_use" if tools and "tool_use" in self._render else "default"
+        return self._render[name](
+            messages=messages,
+            tools=tools,
+            documents=None,
+            add_generation_prompt=prompt,
+            **self.variables,
+        )
+
+
+def server_form(messages: list[Message]) -> list[Message]:
+    """Messages as vLLM hands them to the template: arguments parsed, null content empty, reasoning twice."""
+    made = []
+    for message in messages:
+        new: Message = {"role": message["role"], "content": message["content"] or ""}
+        if "tool_calls" in message:
+            new["tool_calls"] = [
+                {
+                    **call,
+                    "function": {
+                        **call["function"],
+                        "arguments": json.loads(call["function"]["arguments"]),
+                    },
+                }
+                for call in message["tool_calls"]
+            ]
+        if "reasoning" in message:
+            new["reasoning"] = new["reasoning_content"] = message["reasoning"]
+        for key in ("tool_call_id", "name"):
+            if key in message:
+                new[key] = message[key]
+        made.append(new)
+    return made
