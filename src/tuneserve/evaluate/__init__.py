@@ -1,0 +1,1 @@
+"""Stage `evaluate`: held-out losses of base, adapter and merged model; answers of the base."""
