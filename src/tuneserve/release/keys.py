@@ -1,0 +1,89 @@
+"""API keys: random, named, several, revocable, in one file that only its owner can read.
+
+Each key is a line ``Bearer KEY`` below a comment line with its name: the gateway compares the whole
+Authorization header with the lines, and reads the file anew for every request. So a key works at
+once and stops working at once, without a restart, and no configuration holds it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from pathlib import Path
+
+from tuneserve.errors import InputError
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+# What a header can carry without quoting, and long enough not to be guessed.
+KEY_PATTERN = r"[!-~]{16,256}"
+
+
+def read_keys(path: Path) -> dict[str, str]:
+    """Keys by name.
+
+    Raises:
+        InputError: Others than the owner can read the file.
+    """
+    try:
+        mode = path.stat().st_mode
+        lines = path.read_text(encoding="ascii").splitlines()
+    except FileNotFoundError:
+        return {}
+    if mode & 0o077:
+        raise InputError(
+            f"{path}: mode {mode & 0o777:o}",
+            expected="mode 600, because it holds API keys",
+            hint=f"chmod 600 {path}, and replace the keys: others could read them",
+        )
+    names = [line[2:].split(" ")[0] for line in lines if line.startswith("# ")]
+    keys = [line.removeprefix("Bearer ") for line in lines if line.startswith("Bearer ")]
+    return dict(zip(names, keys, strict=True))
+
+
+def add_key(path: Path, name: str, key: str | None = None) -> str:
+    """Add or replace the key called `name`; a random one unless given. Returns the key.
+
+    Raises:
+        InputError: The name or the key cannot be used.
+    """
+    if not _NAME.fullmatch(name):
+        raise InputError(
+            f"key name {name!r}", expected="letters, digits, dots and dashes", hint="rename it"
+        )
+    key = key or f"tsk-{secrets.token_urlsafe(32)}"
+    if not re.fullmatch(KEY_PATTERN, key):
+        raise InputError(
+            f"the key {name!r} has {len(key)} characters, or some that a header cannot carry",
+            expected="16 to 256 printable ASCII characters without spaces",
+            hint='make one with: python -c "import secrets; print(secrets.token_urlsafe(32))"',
+        )
+    _write(path, {**read_keys(path), name: key})
+    return key
+
+
+def revoke_key(path: Path, name: str) -> None:
+    """Remove a key; requests with it are refused from now on.
+
+    Raises:
+        InputError: There is no such key.
+    """
+    keys = read_keys(path)
+    if name not in keys:
+        raise InputError(
+            f"there is no key named {name!r}",
+            expected=f"one of: {', '.join(sorted(keys)) or 'none'}",
+            hint="list the keys first",
+        )
+    del keys[name]
+    _write(path, keys)
+
+
+def _write(path: Path, keys: dict[str, str]) -> None:
+    provisional = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(provisional, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="ascii") as stream:
+        stream.writelines(f"# {name}\nBearer {key}\n" for name, key in keys.items())
+        stream.flush()
+        os.fsync(stream.fileno())
+    provisional.replace(path)

@@ -1,0 +1,353 @@
+"""Start, switch, drain and stop servers, so that the address never stops answering.
+
+What requests reach is one symlink. `blue_green`: the candidate is proven beside the champion,
+the symlink is renamed, the champion finishes its answers and ends. `hold`: the symlink points at
+nothing for a while, so the gateway holds new requests; the champion finishes and ends, the
+candidate starts. A crash between two steps leaves `promoting` in the state file: `reconcile`
+finishes or undoes what was begun.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tuneserve.errors import InputError, ServerError, TuneserveError
+from tuneserve.release import gateway, state
+from tuneserve.release.layout import Layout, current_release, point
+from tuneserve.release.ready import Child, healthy, wait_until_up
+from tuneserve.release.supervisor import GATEWAY, Keeper, Program, server_program, tail
+from tuneserve.release.unixhttp import load_of
+from tuneserve.release.vllm_command import ServerCommand
+from tuneserve.release.wrapper import process_start
+
+log = logging.getLogger(__name__)
+
+HOLD = "hold"  # the folder a name points to while its requests are held
+_KEPT_RELEASES = 5
+_SETTLE_SECONDS = 0.5
+_GATEWAY_SECONDS = 15.0
+
+
+@dataclass(frozen=True)
+class Servers:
+    """The servers of one run root."""
+
+    places: Layout
+    keeper: Keeper
+
+    def boot(self, release: state.Release, command: ServerCommand, drain_seconds: float) -> Child:
+        """Start a release's server; the child is returned at once, not yet ready."""
+        folder = self.places.socket(release.id).parent
+        folder.mkdir(mode=0o700, exist_ok=True)
+        (folder / "id").write_text(release.id, encoding="ascii")
+        self.places.release_folder(release.id).mkdir(parents=True, exist_ok=True)
+        log_file = self.places.server_log(release.id)
+        if log_file.is_file():  # death reports must not quote an earlier start
+            log_file.replace(log_file.with_suffix(".log.before"))
+        prover = {
+            "prover": [os.getpid(), process_start(os.getpid())],
+            "state_file": str(self.places.state_file),
+            "name": release.name,
+            "release": release.id,
+        }
+        program = Program(
+            server_program(release.id),
+            command.arguments,
+            command.environment,
+            log_file,
+            self.places.socket(release.id),
+            drain_seconds,
+            prover,
+        )
+        self.keeper.put(program)
+        self.keeper.start(program.name)
+        return Child(self.keeper, release.id)
+
+    def switch(self, name: str, release: str) -> None:
+        """From now on requests for `name` reach `release`: one rename."""
+        point(self.places.name_link(name), f"../r/{release}")
+
+    def hold(self, name: str) -> None:
+        """From now on requests for `name` are held by the gateway."""
+        folder = self.places.sockets / "r" / HOLD
+        folder.mkdir(mode=0o700, exist_ok=True)
+        (folder / "id").write_text("none", encoding="ascii")
+        self.switch(name, HOLD)
+
+    def drain(self, release: str, limit_seconds: float) -> None:
+        """Wait until a server that gets no new requests has answered all it had.
+
+        Its own count of running requests decides, twice in a row: a request may be between the
+        gateway and the server when the symlink is renamed. SIGTERM comes only afterwards,
+        because a server that is shutting down refuses what it has not begun.
+        """
+        socket_path = self.places.socket(release)
+        deadline = time.monotonic() + limit_seconds
+        said, quiet = time.monotonic(), 0
+        time.sleep(_SETTLE_SECONDS)
+        while quiet < 2 and time.monotonic() < deadline:
+            answer = healthy(socket_path, release, timeout_seconds=5.0)
+            load = load_of(answer) if answer else None
+            if answer is None and self.keeper.members(server_program(release)):
+                time.sleep(_SETTLE_SECONDS)  # alive but too busy to answer: not a sign of rest
+                continue
+            if load is None:
+                return
+            quiet = quiet + 1 if load[0] == 0 else 0
+            if load[0] and time.monotonic() - said > 5:
+                said = time.monotonic()
+                log.info("draining %s: %d answers still running", release, load[0])
+            time.sleep(0.3)
+
+    def stop(self, release: str) -> None:
+        """End a release's server and everything it started."""
+        program = server_program(release)
+        if self.keeper.info(program):
+            self.keeper.stop(program)
+
+    def discard(self, release: str) -> None:
+        """End a candidate and forget its process."""
+        with contextlib.suppress(ServerError):
+            self.keeper.remove(server_program(release))
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(self.places.socket(release).parent)
+
+    def ensure_gateway(self, listen: gateway.Listen) -> None:
+        """Start the gateway, or restart it when it should listen elsewhere.
+
+        Raises:
+            PortTaken: Somebody else listens there.
+            ServerError: It does not start.
+        """
+        self.keeper.ensure_running()
+        info = self.keeper.info(GATEWAY)
+        known = state.read(self.places).gateway
+        if info and info.up and known == listen.to_json():
+            return
+        if not (info and info.up and known.get("port") == listen.port):
+            gateway.check_port(listen)
+        config = self.places.conf / "gateway.json"
+        state.write_json_atomic(config, gateway.caddy_config(self.places, listen))
+        config.chmod(0o600)
+        home = str(self.places.root / "caddy")
+        program = Program(
+            GATEWAY,
+            [gateway.caddy_binary(), "run", "--config", str(config)],
+            {"XDG_DATA_HOME": home, "XDG_CONFIG_HOME": home, "HOME": home},
+            self.places.logs / "gateway-start.log",
+        )
+        self.keeper.put(program)
+        self.keeper.start(GATEWAY)
+        self._wait_for_gateway(listen)
+        with state.change(self.places) as changed:
+            changed.gateway = listen.to_json()
+
+    def _wait_for_gateway(self, listen: gateway.Listen) -> None:
+        deadline = time.monotonic() + _GATEWAY_SECONDS
+        while time.monotonic() < deadline:
+            info = self.keeper.info(GATEWAY)
+            if info is None or info.state not in ("STARTING", "RUNNING"):
+                break
+            if gateway.answers(listen):
+                return
+            time.sleep(0.05)
+        lines = tail(self.places.logs / "gateway.log", 1)
+        self.keeper.remove(GATEWAY)
+        raise ServerError(
+            f"the gateway does not start: {lines[-800:]}",
+            hint=f"read {self.places.logs}/gateway.log",
+        )
+
+
+@contextlib.contextmanager
+def promoting(servers: Servers, release: state.Release) -> Iterator[None]:
+    """Mark that a switch to `release` is under way; taken back when the body raises."""
+    with state.change(servers.places) as changed:
+        changed.names.setdefault(release.name, state.Name()).promoting = release.id
+    try:
+        yield
+    except BaseException:
+        with state.change(servers.places) as changed:
+            changed.names[release.name].promoting = None
+        raise
+
+
+def make_current(
+    servers: Servers, release: state.Release, *, drain_seconds: float, keep_warm: bool = False
+) -> None:
+    """Switch a name to a proven release, then let the former one finish and end it.
+
+    Hold the name's lock. Requests are answered by exactly one of the two at every moment.
+    """
+    places = servers.places
+    old = current_release(places, release.name)
+    with state.change(places) as changed:
+        changed.names.setdefault(release.name, state.Name()).promoting = release.id
+    servers.switch(release.name, release.id)
+    with state.change(places) as changed:
+        _set_active(changed, release.name, release.id, keep_warm=keep_warm)
+    point_default(servers)
+    log.info("%s: requests now reach %s", release.name, release.id)
+    if old and old not in (release.id, HOLD) and not keep_warm:
+        servers.drain(old, drain_seconds)
+        servers.stop(old)
+        log.info("%s has answered what it had and ended", old)
+    _forget_old(servers, release.name)
+
+
+def _set_active(changed: state.State, name: str, release: str, *, keep_warm: bool = False) -> None:
+    entry = changed.names[name]
+    entry.promoting = None
+    entry.wanted = "up"
+    if entry.active != release:
+        if entry.active:
+            entry.history.append(
+                {"release": entry.active, "since": entry.since, "until": state.now()}
+            )
+        entry.warm = entry.active if keep_warm else None
+        entry.active, entry.since = release, state.now()
+    elif not keep_warm:
+        entry.warm = None
+    known = changed.names.get(changed.default or "")
+    if known is None or known.wanted != "up":
+        changed.default = name
+
+
+def replace_while_held(
+    servers: Servers,
+    release: state.Release,
+    start_and_prove: Callable[[], None],
+    *,
+    drain_seconds: float,
+    restart_champion: Callable[[state.Release], None],
+) -> None:
+    """The `hold` way: stop the champion first, while the gateway holds new requests.
+
+    When the candidate is refused, the champion is started again and gets the held requests.
+    """
+    places = servers.places
+    champion = state.read(places).names.get(release.name, state.Name()).active
+    with promoting(servers, release):
+        if champion:
+            servers.hold(release.name)
+            log.info("%s: new requests are held while %s finishes", release.name, champion)
+            servers.drain(champion, drain_seconds)
+            servers.stop(champion)
+        try:
+            start_and_prove()
+        except BaseException:
+            servers.discard(release.id)
+            if champion:
+                log.warning("the candidate was refused: starting %s again", champion)
+                restart_champion(state.read(places).release(champion))
+                servers.switch(release.name, champion)
+            raise
+    make_current(servers, release, drain_seconds=drain_seconds)
+
+
+def reconcile(servers: Servers, name: str, *, ready_seconds: float) -> None:
+    """Bring symlink, state file and processes together after a crash. Hold the name's lock.
+
+    The release that requests reach wins when its server lives; else the one the file calls
+    active, whose server is started. Servers that are neither are ended.
+    """
+    places, keeper = servers.places, servers.keeper
+    entry = state.read(places).names.get(name)
+    if entry is None or entry.wanted != "up":
+        return
+    current = current_release(places, name)
+    begun = entry.promoting
+    if begun:
+        log.warning("a switch of %s to %s was interrupted; putting it in order", name, begun)
+    up = {
+        release.id: (info := keeper.info(server_program(release.id))) is not None and info.up
+        for release in state.read(places).releases.values()
+        if release.name == name
+    }
+    with state.change(places) as changed:
+        if begun and current == begun and up.get(begun):
+            _set_active(changed, name, begun)
+        changed.names[name].promoting = None
+        if changed.names[name].warm and not up.get(changed.names[name].warm or ""):
+            changed.names[name].warm = None
+        entry = changed.names[name]
+    if entry.active:
+        start_again(servers, state.read(places).release(entry.active), ready_seconds)
+        if current_release(places, name) != entry.active:
+            servers.switch(name, entry.active)
+        point_default(servers)
+    for release, running in up.items():
+        if running and release not in (entry.active, entry.warm):
+            log.warning("ending %s, which nothing refers to", release)
+            servers.drain(release, 30.0)
+            servers.stop(release)
+
+
+def start_again(servers: Servers, release: state.Release, ready_seconds: float) -> None:
+    """Start a release that was proven before, unless it runs; wait until it answers.
+
+    Raises:
+        InputError: Its model folder is gone.
+        ServerError: It does not come up.
+    """
+    program = server_program(release.id)
+    info = servers.keeper.info(program)
+    socket_path = servers.places.socket(release.id)
+    if info and info.up and healthy(socket_path, release.id):
+        return
+    if not (Path(release.model) / "config.json").is_file():
+        raise InputError(
+            f"the model of {release.id} is gone: {release.model}",
+            hint="make it again, or promote another release",
+        )
+    if info is None:
+        raise InputError(
+            f"release {release.id} was cleaned up; {_KEPT_RELEASES} are kept for each name",
+            hint=f"release it again: tuneserve release {release.model}",
+        )
+    if not info.up:
+        log.info("starting %s again", release.id)
+        servers.keeper.start(program)
+    wait_until_up(
+        Child(servers.keeper, release.id), socket_path, release.name, limit_seconds=ready_seconds
+    )
+
+
+def _forget_old(servers: Servers, name: str) -> None:
+    """Forget processes of releases that are far back in the history; their reports stay."""
+    known = state.read(servers.places)
+    entry = known.names[name]
+    recent = [item["release"] for item in entry.history[-_KEPT_RELEASES:]]
+    keep = {entry.active, entry.warm, entry.promoting, *recent}
+    for release in known.releases.values():
+        if release.name == name and release.id not in keep:
+            if servers.keeper.info(server_program(release.id)):
+                servers.discard(release.id)
+
+
+def point_default(servers: Servers) -> None:
+    """Let /v1 reach the default name."""
+    if default := state.read(servers.places).default:
+        point(servers.places.default_link, f"n/{default}")
+
+
+def end_all(servers: Servers) -> None:
+    """End every server, the gateway and supervisord."""
+    servers.keeper.shutdown()
+    for link in (servers.places.default_link, *(servers.places.sockets / "n").iterdir()):
+        link.unlink(missing_ok=True)
+
+
+def safely(action: Callable[[], None], what: str) -> None:
+    """Do something while another error is on its way, without hiding that error."""
+    try:
+        action()
+    except TuneserveError as error:
+        log.error("%s failed as well: %s", what, error)

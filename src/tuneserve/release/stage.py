@@ -1,0 +1,372 @@
+"""The release stage: boot a candidate, prove it, judge it, then switch to it.
+
+Whatever is refused or fails leaves the champion serving and no process behind.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tuneserve.artifacts import write_json_atomic
+from tuneserve.errors import InputError, RunFileError
+from tuneserve.progress import human_bytes, human_seconds
+from tuneserve.release import capacity, gateway, keys, promote, state, vllm_command
+from tuneserve.release.gates import GateReport, judge
+from tuneserve.release.heldout import Row, read_rows, spread
+from tuneserve.release.layout import layout
+from tuneserve.release.model_files import ModelFacts, read_model
+from tuneserve.release.parity import check_parity
+from tuneserve.release.ready import check_answers, healthy, prompts_of, wait_until_up
+from tuneserve.release.request import ReleaseRequest, check_tools, request_of
+from tuneserve.release.served_loss import served_loss
+from tuneserve.release.supervisor import GATEWAY, Keeper, server_program
+from tuneserve.stages import StageContext
+
+log = logging.getLogger(__name__)
+
+HOLD_SECONDS = 300
+_MEMORY_WAIT_SECONDS = 60.0
+_SAMPLES = 4
+_SIMPLE_PROMPT = [{"role": "user", "content": "Reply with one word: hello"}]
+
+
+def run(context: StageContext) -> dict[str, Any]:
+    """The stage's entry: see `release`."""
+    return release(request_of(context))
+
+
+@dataclass
+class _Candidate:
+    """What is known of a candidate while it is being proven."""
+
+    request: ReleaseRequest
+    facts: ModelFacts
+    rows: list[Row]
+    side: str
+    record: state.Release
+    room: capacity.Capacity
+
+
+def release(request: ReleaseRequest) -> dict[str, Any]:
+    """Serve `request.model` under `request.serve.name`, proven and judged.
+
+    Returns:
+        endpoint, model, release, losses, parity, seconds_to_ready, memory_bytes, report, reused.
+
+    Raises:
+        GateRefused: A proof or a gate refused the candidate.
+        TuneserveError: It cannot be served; what was serving goes on serving.
+    """
+    facts = read_model(request.model, trust_remote_code=request.trust_remote_code)
+    rows, side = read_rows(request.dataset) if request.dataset else ([], "")
+    check_tools(rows, request.serve)
+    places = layout()
+    servers = promote.Servers(places, Keeper(places))
+    listen = _listen(request, places.keys)
+    name = request.serve.name
+    with state.lock_name(places, name, f"releasing {request.artifact or request.model.name}"):
+        _check_gateway(servers, listen, name)
+        try:
+            record, reused = _release_locked(servers, request, facts, rows, side, listen)
+        except BaseException:
+            _end_if_idle(servers)
+            raise
+        return _metrics(listen, state.read(places), record, reused=reused)
+
+
+def _release_locked(
+    servers: promote.Servers,
+    request: ReleaseRequest,
+    facts: ModelFacts,
+    rows: list[Row],
+    side: str,
+    listen: gateway.Listen,
+) -> tuple[state.Release, bool]:
+    """Re-use the active release when it is the one asked for, else bring up a candidate."""
+    places, name = servers.places, request.serve.name
+    servers.keeper.ensure_running()
+    promote.reconcile(servers, name, ready_seconds=request.serve.ready_timeout_seconds)
+    known = state.read(places)
+    entry = known.names.get(name, state.Name())
+    record = known.find(name, request.key)
+    champion = entry.active if entry.wanted == "up" else None
+    servers.ensure_gateway(listen)
+    if record and record.proven and record.id == champion:
+        if healthy(places.socket(record.id), record.id):
+            log.info("%s already serves this model as %s", name, record.id)
+            return record, True
+    room = _room(request, facts, rows, servers, champion)
+    if record is None:
+        with state.change(places) as changed:
+            record = changed.add(name, request.key, str(request.model), request.artifact)
+    _bring_up(servers, _Candidate(request, facts, rows, side, record, room), champion)
+    return record, False
+
+
+def _listen(request: ReleaseRequest, keys_file: Path) -> gateway.Listen:
+    serve = request.serve
+    if serve.api_key_env:
+        value = os.environ.get(serve.api_key_env, "")
+        if not value:
+            raise RunFileError(
+                f"serve.api_key_env names {serve.api_key_env}, which is not set",
+                expected="an environment variable that holds the API key",
+                hint=f"export {serve.api_key_env}=...",
+            )
+        keys.add_key(keys_file, serve.api_key_env, value)
+    known = keys.read_keys(keys_file)
+    return gateway.listen_for(serve.host, serve.port, known, hold_seconds=HOLD_SECONDS)
+
+
+def _check_gateway(servers: promote.Servers, listen: gateway.Listen, name: str) -> None:
+    """Before anything is loaded: the port must be ours or free, and other names must not lose
+    theirs."""
+    info = servers.keeper.info(GATEWAY)
+    known = state.read(servers.places)
+    if not (info and info.up):
+        gateway.check_port(listen)
+        return
+    if known.gateway.get("port") == listen.port and known.gateway.get("host") == listen.host:
+        return
+    others = [
+        other for other, entry in known.names.items() if other != name and entry.wanted == "up"
+    ]
+    if others:
+        raise RunFileError(
+            f"serve.host and serve.port are {listen.host}:{listen.port}, and the gateway serves "
+            f"{', '.join(others)} at {known.gateway['host']}:{known.gateway['port']}",
+            expected="the same address for every name of one machine",
+            hint="use that address, or another TUNESERVE_HOME",
+        )
+    gateway.check_port(listen)
+
+
+def _room(
+    request: ReleaseRequest,
+    facts: ModelFacts,
+    rows: list[Row],
+    servers: promote.Servers,
+    champion: str | None,
+) -> capacity.Capacity:
+    """Length, KV cache and memory of the candidate; waits for memory that is just coming back."""
+    longest = max([request.longest_row, *(len(row.ids) for row in rows)])
+    free = capacity.read_free_memory()
+    held = 0
+    if champion and request.serve.rollout == "hold":
+        held = servers.keeper.memory_bytes(server_program(champion))
+        free = replace(free, free_bytes=free.free_bytes + held)
+    room = capacity.plan_capacity(
+        facts, request.serve, request.hints, free, wanted_len=max(2048, 2 * longest)
+    )
+    too_long = [row for row in rows if len(row.ids) >= room.max_model_len]
+    if too_long:
+        raise InputError(
+            f"{len(too_long)} held-out rows have {room.max_model_len} tokens or more "
+            f"({too_long[0].source})",
+            expected=f"rows shorter than the served length, {room.max_model_len}",
+            hint="raise serve.max_model_len, or lower data.max_length",
+        )
+
+    def read() -> capacity.FreeMemory:
+        now = capacity.read_free_memory()
+        return replace(now, free_bytes=now.free_bytes + held)
+
+    capacity.wait_for_room(
+        room,
+        read,
+        limit_seconds=_MEMORY_WAIT_SECONDS,
+        rollout=request.serve.rollout,
+        beside=champion,
+    )
+    log.info(
+        "serving up to %d tokens, KV cache %s (%.0f chats of that length), about %s in all",
+        room.max_model_len,
+        human_bytes(room.kv_cache_bytes),
+        room.chats,
+        human_bytes(room.needed_bytes),
+    )
+    return room
+
+
+def _bring_up(servers: promote.Servers, candidate: _Candidate, champion: str | None) -> None:
+    """Boot, prove, judge and switch, in the way `serve.rollout` asks for."""
+    serve, record = candidate.request.serve, candidate.record
+    drain = float(serve.drain_timeout_seconds)
+    if champion == record.id:  # the same release, whose server had died
+        champion = None
+    if serve.rollout == "hold" and champion:
+        promote.replace_while_held(
+            servers,
+            record,
+            lambda: _prove(servers, candidate),
+            drain_seconds=drain,
+            restart_champion=lambda old: promote.start_again(
+                servers, old, serve.ready_timeout_seconds
+            ),
+        )
+        return
+    try:
+        _prove(servers, candidate)
+    except BaseException:
+        servers.discard(record.id)
+        raise
+    keep_warm = bool(candidate.request.hints.get("keep_warm"))
+    promote.make_current(servers, record, drain_seconds=drain, keep_warm=keep_warm)
+
+
+def _end_if_idle(servers: promote.Servers) -> None:
+    """After a refused first release nothing serves: leave no gateway and no keeper behind."""
+    known = state.read(servers.places)
+    if not any(entry.active and entry.wanted == "up" for entry in known.names.values()):
+        promote.safely(lambda: promote.end_all(servers), "ending the gateway")
+
+
+def _prove(servers: promote.Servers, candidate: _Candidate) -> None:
+    """Boot the candidate and let it pass every proof; the record is filled and written."""
+    request, record, places = candidate.request, candidate.record, servers.places
+    serve = request.serve
+    socket_path = places.socket(record.id)
+    command = vllm_command.build(
+        candidate.facts,
+        serve,
+        candidate.room,
+        release=record.id,
+        socket=socket_path,
+        python=request.python,
+        trust_remote_code=request.trust_remote_code,
+    )
+    defaults = vllm_command.sampling_defaults(candidate.facts, serve)
+    shown = ", ".join(f"{key} {value}" for key, value in defaults.items()) or "vLLM's own"
+    log.info("starting %s for %s; sampling defaults: %s", record.id, serve.name, shown)
+    started = time.monotonic()
+    child = servers.boot(record, command, serve.drain_timeout_seconds + 15.0)
+    wait_until_up(child, socket_path, serve.name, limit_seconds=serve.ready_timeout_seconds)
+    log.info("the server is up after %s; proving it", human_seconds(time.monotonic() - started))
+    skipped: list[str] = []
+    facts: dict[str, str] = {}
+    parity: dict[str, Any] = {}
+    if candidate.rows:
+        if candidate.side != "eval":
+            skipped.append("held-out chats: none were held out, so training chats were compared")
+        chosen = spread(candidate.rows, request.gates.parity_chats)
+        parity = check_parity(socket_path, serve.name, chosen).to_json()
+        facts["parity"] = f"{parity['chats']} chats give exactly the trained ids"
+    else:
+        skipped.append("parity with the trained ids: no dataset was given")
+    prompts = prompts_of(candidate.rows, _SAMPLES) or [_SIMPLE_PROMPT]
+    sample = check_answers(
+        child,
+        socket_path,
+        serve.name,
+        prompts,
+        max_tokens=_answer_tokens(candidate),
+        must_stop=bool(candidate.rows),
+    )
+    facts["one greedy answer"] = (
+        f"ended with {sample.finish_reason} after {sample.tokens} tokens in {sample.seconds:.1f} s"
+    )
+    record.seconds_to_ready = round(time.monotonic() - started, 1)
+    report = _judge(candidate, socket_path, child.check, skipped, facts)
+    child.check()
+    record.memory_bytes = servers.keeper.memory_bytes(server_program(record.id))
+    record.report = {**report.to_json(), "parity": parity}
+    for reason in report.skipped:
+        log.warning("skipped: %s", reason)
+    _write_report(servers, record, report, command.arguments)
+    report.raise_if_refused(record.id)
+    record.proven = True
+    with state.change(places) as changed:
+        changed.releases[record.id] = record
+
+
+def _answer_tokens(candidate: _Candidate) -> int:
+    """Room for an answer: twice the longest known one, at least 64, at most 512 and what the
+    server takes."""
+    longest = max((len(row.ids) - row.answer_start for row in candidate.rows), default=64)
+    return min(max(64, 2 * longest), 512, candidate.room.max_model_len // 2)
+
+
+def _judge(
+    candidate: _Candidate,
+    socket_path: Path,
+    alive: Any,
+    skipped: list[str],
+    facts: dict[str, str],
+) -> GateReport:
+    """Measure the served loss on the rows of the evaluation and compare."""
+    request = candidate.request
+    losses: dict[str, float | None] = dict.fromkeys(("base", "adapter", "merged", "served"))
+    if request.evaluation is None:
+        skipped.append("losses of base, adapter and merged model: no evaluation was given")
+    else:
+        known = json.loads((request.evaluation / "losses.json").read_text(encoding="utf-8"))
+        losses.update({name: known.get(name) for name in ("base", "adapter", "merged")})
+    rows = candidate.rows if candidate.side == "eval" else []
+    if not rows:
+        skipped.append("loss of the served model: there are no held-out rows")
+    elif not request.gates.enabled and request.evaluation is None:
+        skipped.append("loss of the served model: gates are switched off")
+    else:
+        count = known["rows"] if request.evaluation else request.gates.eval_rows
+        found = served_loss(socket_path, request.serve.name, rows[:count], alive=alive)
+        losses["served"] = found.mean
+        facts["held-out rows"] = f"{len(found.per_row)} with {found.tokens} supervised tokens"
+        facts["first choice"] = f"{found.agreement:.1%} of the supervised tokens"
+        if request.evaluation and known.get("supervised_tokens") not in (None, found.tokens):
+            raise InputError(
+                f"the evaluation counted {known['supervised_tokens']} supervised tokens in "
+                f"{count} rows, the "
+                f"dataset has {found.tokens}",
+                expected="an evaluation of this dataset",
+                hint="run evaluate again",
+            )
+    return judge(request.gates, losses, skipped=skipped, facts=facts)
+
+
+def _write_report(
+    servers: promote.Servers, record: state.Release, report: GateReport, arguments: list[str]
+) -> None:
+    folder = servers.places.release_folder(record.id)
+    title = f"Release {record.id} of {record.name}"
+    (folder / "report.md").write_text(report.to_markdown(title), encoding="utf-8")
+    write_json_atomic(
+        folder / "report.json",
+        {**record.report, "release": record.id, "model": record.model, "command": arguments},
+    )
+
+
+def _metrics(
+    listen: gateway.Listen, known: state.State, record: state.Release, *, reused: bool
+) -> dict[str, Any]:
+    prefix = "" if known.default == record.name else f"/{record.name}"
+    title = f"Release {record.id} of {record.name}"
+    report = GateReport(record.report["losses"], skipped=record.report["skipped"])
+    if not reused:
+        log.info("%s serves %s at %s%s/v1", record.name, record.id, listen.base_url, prefix)
+    return {
+        "endpoint": f"{listen.base_url}{prefix}/v1",
+        "model": record.name,
+        "release": record.id,
+        "losses": record.report["losses"],
+        "parity": record.report["parity"],
+        "gates": record.report["gates"],
+        "seconds_to_ready": record.seconds_to_ready,
+        "memory_bytes": record.memory_bytes,
+        "report": _report_text(record, title, report),
+        "reused": reused,
+    }
+
+
+def _report_text(record: state.Release, title: str, report: GateReport) -> str:
+    from tuneserve.release.gates import Gate
+
+    gates = [Gate(**gate) for gate in record.report["gates"]]
+    return GateReport(report.losses, gates, report.skipped, record.report["facts"]).to_markdown(
+        title
+    )

@@ -1,0 +1,44 @@
+"""Requests per second by served name, from the tail of the gateway's access log."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections import Counter
+from pathlib import Path
+
+_WINDOW_SECONDS = 60.0
+_TAIL_BYTES = 2**20
+_NAMED = re.compile(r"/([a-z0-9][a-z0-9-]{0,31})/v1(?:/|\?|$)")
+
+
+def recent(path: Path, default: str, *, now: float | None = None) -> dict[str, float]:
+    """Mean requests per second of each name over the last minute.
+
+    Args:
+        path: Caddy's JSON access log.
+        default: The name that answers at /v1.
+        now: Seconds since the epoch; None: the clock's.
+    """
+    now = time.time() if now is None else now
+    try:
+        with path.open("rb") as stream:
+            stream.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            lines = stream.read().splitlines()
+    except OSError:
+        return {}
+    counts: Counter[str] = Counter()
+    for line in lines:
+        try:
+            entry = json.loads(line)
+            uri, at = str(entry["request"]["uri"]), float(entry["ts"])
+        except (ValueError, KeyError, TypeError):
+            continue  # the first line may be cut
+        if now - at > _WINDOW_SECONDS:
+            continue
+        if uri.startswith("/v1"):
+            counts[default] += 1
+        elif match := _NAMED.match(uri):
+            counts[match.group(1)] += 1
+    return {name: round(count / _WINDOW_SECONDS, 2) for name, count in counts.items()}

@@ -1,0 +1,132 @@
+"""The vLLM command line and environment of a release: pure, so that every choice can be tested.
+
+Flags are those of ``python -m vllm.entrypoints.openai.api_server`` 0.32.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tuneserve.config import ServeSection
+from tuneserve.errors import RunFileError
+from tuneserve.release.capacity import Capacity
+from tuneserve.release.layout import SOCKET_PATH_LIMIT_BYTES
+from tuneserve.release.middleware import RELEASE_VARIABLE
+from tuneserve.release.model_files import ModelFacts
+
+_MIDDLEWARE = "tuneserve.release.middleware.ReleaseHeader"
+# Gates read the top 20 of prompt_logprobs; clients get no more than that either.
+MAX_LOGPROBS = 20
+
+
+@dataclass(frozen=True)
+class ServerCommand:
+    """How to start a server."""
+
+    arguments: list[str]
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def build(
+    facts: ModelFacts,
+    serve: ServeSection,
+    capacity: Capacity,
+    *,
+    release: str,
+    socket: Path,
+    python: str,
+    trust_remote_code: bool = False,
+) -> ServerCommand:
+    """The command and environment of one server.
+
+    Raises:
+        RunFileError: The socket's path is longer than the kernel takes.
+    """
+    length = len(str(socket).encode())
+    if length > SOCKET_PATH_LIMIT_BYTES:
+        raise RunFileError(
+            f"{socket}: a socket path of {length} bytes",
+            expected=f"at most {SOCKET_PATH_LIMIT_BYTES}",
+            hint="set TUNESERVE_HOME to a shorter path",
+        )
+    return ServerCommand(
+        [
+            python,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--uds",
+            str(socket),
+            "--shutdown-timeout",
+            str(serve.drain_timeout_seconds),
+            *serving_arguments(facts, serve, capacity, trust_remote_code),
+        ],
+        environment(release, capacity),
+    )
+
+
+def serving_arguments(
+    facts: ModelFacts, serve: ServeSection, capacity: Capacity, trust_remote_code: bool
+) -> list[str]:
+    """The part of the command that decides answers: it goes into the release's key."""
+    arguments = [
+        "--model",
+        str(facts.path),
+        "--served-model-name",
+        serve.name,
+        "--max-model-len",
+        str(capacity.max_model_len),
+        "--kv-cache-memory-bytes",
+        str(capacity.kv_cache_bytes),
+        "--max-logprobs",
+        str(MAX_LOGPROBS),
+        "--load-format",
+        "safetensors",  # never falls back to a pickle
+        "--generation-config",
+        str(facts.path),
+        "--middleware",
+        _MIDDLEWARE,
+        "--disable-fastapi-docs",
+        "--disable-uvicorn-access-log",
+    ]
+    if facts.chat_template:
+        arguments += ["--chat-template", str(facts.chat_template)]
+    if capacity.device == "cpu":
+        arguments += ["--enforce-eager"]  # compiling takes minutes and gains little on a CPU
+    overrides = sampling_overrides(serve)
+    if overrides:
+        arguments += ["--override-generation-config", json.dumps(overrides, sort_keys=True)]
+    if serve.tool_parser:  # one without the other makes every request with tools fail
+        arguments += ["--enable-auto-tool-choice", "--tool-call-parser", serve.tool_parser]
+    if trust_remote_code:
+        arguments += ["--trust-remote-code"]
+    return arguments
+
+
+def sampling_overrides(serve: ServeSection) -> dict[str, float]:
+    """Sampling defaults that the run file sets over the model's own."""
+    wanted = {"temperature": serve.temperature, "top_p": serve.top_p}
+    return {name: value for name, value in wanted.items() if value is not None}
+
+
+def sampling_defaults(facts: ModelFacts, serve: ServeSection) -> Mapping[str, float]:
+    """What a request without sampling fields gets."""
+    return {**facts.sampling, **sampling_overrides(serve)}
+
+
+def environment(release: str, capacity: Capacity) -> dict[str, str]:
+    """Variables of the server: no call home, no hub, numbers that do not depend on the CPU
+    model."""
+    variables = {
+        RELEASE_VARIABLE: release,
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+    }
+    if capacity.device == "cpu":
+        variables["VLLM_CPU_INT4_W4A8"] = "0"
+        variables["VLLM_TARGET_DEVICE"] = "cpu"
+    return variables
