@@ -155,7 +155,7 @@ def _defused(match: re.Match[str]) -> str:
 
 
 def normalized(message: dict[str, Any]) -> str:
-    """A message's text without what makes no difference: white space, composition, key order of arguments."""
+    """A message's text without what makes no difference: white space, case, key order of arguments."""
     text = " ".join((message["content"] or "").split())
     if not text.isascii():
         text = " ".join(_INVISIBLE.sub(" ", unicodedata.normalize("NFC", text)).split())
@@ -163,7 +163,7 @@ def normalized(message: dict[str, Any]) -> str:
         function = call["function"]
         arguments = json.dumps(json.loads(function["arguments"]), sort_keys=True)
         text += f"\0{function['name']}\0{arguments}"
-    return f"{message['role']}\0{text}"
+    return f"{message['role']}\0{text.casefold()}"
 
 
 def digests(conversation: Conversation) -> tuple[bytes, bytes]:

@@ -6,6 +6,7 @@ import glob
 import gzip
 import io
 import os
+import zlib
 from pathlib import Path
 from typing import IO, cast
 
@@ -14,6 +15,8 @@ from tuneserve.errors import DataError
 # What a folder is searched for. A file that is named explicitly may end in anything.
 _KINDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 _PACKED = (".gz", ".zst")
+# What a file that is damaged, cut short or unreachable raises while it is read.
+READ_ERRORS: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error)
 
 
 def is_data_file(path: str) -> bool:
@@ -139,13 +142,6 @@ def unpack(path: str, raw: IO[bytes]) -> IO[bytes]:
         # pyarrow brings zstd along; Python 3.11 has none.
         return cast("IO[bytes]", pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), "zstd"))
     return raw
-
-
-def packing_errors() -> tuple[type[Exception], ...]:
-    """What a damaged packed file raises while it is read."""
-    import zlib
-
-    return (gzip.BadGzipFile, EOFError, zlib.error, io.UnsupportedOperation)
 
 
 def size_bytes(paths: list[str]) -> int:

@@ -95,13 +95,13 @@ def convert(row: dict[str, Any], format: str) -> Conversation:
 
 
 def _fits(row: dict[str, Any], format: str) -> bool:
-    keys = {
+    wanted: dict[str, list[tuple[str, ...]]] = {
         "messages": [_TURN_KEYS],
         "sharegpt": [_TURN_KEYS],
         "alpaca": [("instruction",), ("output", "response")],
         "prompt_completion": [("prompt",), ("completion",)],
-    }[format]
-    return all(any(name in row for name in names) for names in keys)
+    }
+    return all(any(name in row for name in names) for names in wanted[format])
 
 
 def _short(names: Iterable[str]) -> str:

@@ -16,8 +16,9 @@ import jinja2
 from tuneserve.artifacts import write_json_atomic
 from tuneserve.checkpoint.headers import Checkpoint
 from tuneserve.data.engine import Engine
-from tuneserve.data.probe import PROBES, TemplateFacts, check_parity, examine
+from tuneserve.data.probe import PROBES, TemplateFacts, add_tools, check_parity, examine
 from tuneserve.data.template import ChatTemplate
+from tuneserve.data.tokenizer_child import replace_template
 from tuneserve.errors import DataError, ModelError
 from tuneserve.stages import StageContext
 
@@ -32,12 +33,16 @@ _CHILD_SECONDS = 600
 
 @dataclass(frozen=True)
 class Prepared:
-    """The tokenizer, proven to be the one the server will use."""
+    """The tokenizer, proven to be the one the server will use.
+
+    `tools_added`: the template shows no tools by itself, and `template` has a prelude for them.
+    """
 
     backend: str
     template: ChatTemplate
     engine: Engine
     facts: TemplateFacts
+    tools_added: bool
     stop_ids: frozenset[int]
     vocab_rows: int
 
@@ -105,7 +110,20 @@ def finish_tokenizer(context: StageContext, child: subprocess.Popen[str]) -> Pre
         write_json_atomic(context.out / TOKENIZER / "generation_config.json", generation)
     for note in facts.notes:
         log.info("template: %s", note)
-    return Prepared(backend, template, engine, facts, frozenset(stops), vocab_rows)
+    extended = add_tools(template) or template
+    return Prepared(
+        backend, extended, engine, facts, extended is not template, frozenset(stops), vocab_rows
+    )
+
+
+def save_tool_template(context: StageContext, prepared: Prepared) -> None:
+    """Make the template with the tools' prelude the one that is passed on."""
+    source = prepared.template.sources["default"]
+    replace_template(context.out / TOKENIZER, source)
+    prepared.facts.notes.append(
+        "the base's template shows no tools; a prelude that writes them was put before it (the format "
+        "of Hermes models: serve.tool_parser: hermes reads the calls back)"
+    )
 
 
 def _answer(child: subprocess.Popen[str], path: Path, base: Path) -> dict[str, Any]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import jinja2
 
 from tuneserve.data.engine import Engine
 from tuneserve.data.supervise import Frames
 from tuneserve.data.template import ChatTemplate, Message
+from tuneserve.data.tooltemplate import with_tools
 from tuneserve.errors import ModelError
 
 _QUESTIONS = ("Which lamp is it?", "And the next one?")
@@ -85,10 +86,7 @@ def check_parity(template: ChatTemplate, engine: Engine, renderings: list[Any]) 
         ModelError: They differ.
     """
     for probe, theirs in zip(PROBES, renderings, strict=True):
-        try:
-            text = template.render(probe["messages"], probe.get("tools"), prompt=probe["prompt"])
-        except (jinja2.TemplateError, TypeError, ValueError):
-            text = None
+        text = _try(template, probe)
         if (text is None) != (theirs is None) or (theirs is not None and text != theirs["text"]):
             raise ModelError(
                 "the chat template renders differently in transformers and here",
@@ -180,6 +178,30 @@ def _examine_more(template: ChatTemplate, frames: Frames, after: str) -> list[st
     except (jinja2.TemplateError, TypeError, ValueError):
         notes.append("the template refuses system turns")
     return notes
+
+
+def add_tools(template: ChatTemplate) -> ChatTemplate | None:
+    """The template itself when it shows tools, else one with a prelude for them; None when none fits."""
+    if shows_tools(template):
+        return template
+    targets: tuple[Literal["system", "user"], ...] = ("system", "user")
+    for target in targets:
+        source = with_tools(template.sources["default"], target)
+        extended = ChatTemplate({"default": source}, template.variables)
+        if shows_tools(extended) and all(
+            _try(extended, probe) == _try(template, probe)
+            for probe in PROBES
+            if "tools" not in probe
+        ):
+            return extended
+    return None
+
+
+def _try(template: ChatTemplate, probe: dict[str, Any]) -> str | None:
+    try:
+        return template.render(probe["messages"], probe.get("tools"), prompt=probe["prompt"])
+    except (jinja2.TemplateError, TypeError, ValueError):
+        return None
 
 
 def shows_tools(template: ChatTemplate) -> bool:

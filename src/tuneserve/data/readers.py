@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import IO, Any, Literal
 
 from tuneserve.data.codes import RowError
-from tuneserve.data.files import kind_of, open_raw, packing_errors, unpack
+from tuneserve.data.files import READ_ERRORS, kind_of, open_raw, unpack
 from tuneserve.data.strictjson import parse_text
 from tuneserve.errors import DataError
 
@@ -98,7 +98,7 @@ def read_blocks(path: str, file: int) -> Iterator[Block]:
                 empty = False
                 block.read_bytes = raw.tell()
                 yield block
-        except (*packing_errors(), OSError) as error:
+        except READ_ERRORS as error:
             raise DataError(
                 f"{path}: cannot be read to its end ({error})",
                 expected="a whole file",

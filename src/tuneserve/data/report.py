@@ -156,7 +156,9 @@ def write_report(
 
 
 def _histogram(values: npt.NDArray[np.int64]) -> dict[str, list[int]]:
-    counts, edges = np.histogram(values, bins=20) if len(values) else ([], [])
+    if not len(values):
+        return {"edges": [], "counts": []}
+    counts, edges = np.histogram(values, bins=20)
     return {"edges": [int(e) for e in edges], "counts": [int(c) for c in counts]}
 
 

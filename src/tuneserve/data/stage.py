@@ -19,6 +19,7 @@ from tuneserve.data.prepare import (
     Prepared,
     discard_tokenizer,
     finish_tokenizer,
+    save_tool_template,
     start_tokenizer,
 )
 from tuneserve.data.report import Findings, write_report
@@ -64,6 +65,8 @@ def run(context: StageContext) -> dict[str, Any]:
         except DataError as error:
             quarantine.flush()
             raise _with_quarantine(error, context, quarantine_path, findings) from error
+        if prepared.tools_added and findings.tool_rows:
+            save_tool_template(context, prepared)
         metrics = write_report(context, prepared, spill, findings, side_of_row)
     return {**metrics, "tokenizer": TOKENIZER}
 

@@ -48,7 +48,7 @@ def prepare(request: dict[str, Any]) -> dict[str, Any]:
     else:
         AutoTokenizer.from_pretrained(base, **load).save_pretrained(out)
     if request["chat_template"]:
-        _replace_template(out, Path(request["chat_template"]).read_text(encoding="utf-8"))
+        replace_template(out, Path(request["chat_template"]).read_text(encoding="utf-8"))
     tokenizer = AutoTokenizer.from_pretrained(out, **load)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -86,7 +86,8 @@ def _render(tokenizer: Any, probe: dict[str, Any]) -> dict[str, Any] | None:
     return {"text": text, "ids": ids}
 
 
-def _replace_template(folder: Path, template: str) -> None:
+def replace_template(folder: Path, template: str) -> None:
+    """Make `template` the only chat template of a tokenizer folder."""
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     (folder / "chat_template.json").unlink(missing_ok=True)
     config_path = folder / "tokenizer_config.json"
