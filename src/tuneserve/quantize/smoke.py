@@ -1,0 +1,195 @@
+"""Read an export back without GPTQModel and compare its loss with the 16-bit model's.
+
+The packed weights are taken apart here by the formats' definitions, so a packing fault shows itself
+as well as a bad quantization. Fine judgement is the release gates' work; this refuses what answers
+only "!!!!".
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+from tuneserve.checkpoint.headers import Checkpoint
+from tuneserve.errors import QuantizeError
+from tuneserve.quantize.checks import quantized_shapes, read_config
+
+log = logging.getLogger(__name__)
+
+ROWS = 4
+ROW_TOKENS = 192
+# Perplexity may at most double: working 4-bit exports of small models lose 1 to 10 %, broken ones
+# end near the vocabulary's size.
+MAX_LOSS_INCREASE = math.log(2)
+MAX_FLOAT16 = 65504.0
+# The comparison holds the model in float32, twice for a moment at its largest tensor.
+_MEMORY_FACTOR = 3
+# AWQ packs eight columns into one int32 in this order (AutoAWQ, `AWQ_ORDER`).
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def too_large(model: Path) -> str:
+    """Why the model cannot be compared here; empty when it can."""
+    from tuneserve.progress import human_bytes
+
+    needed = _MEMORY_FACTOR * Checkpoint.open(model).data_bytes
+    free = _available_memory()
+    if needed > free // 2:
+        return f"it would take {human_bytes(needed)} of {human_bytes(free)} free memory"
+    return ""
+
+
+def smoke_test(
+    model: Path,
+    export: Path,
+    dataset: Path,
+    *,
+    method: str,
+    group_size: int,
+    trust_remote_code: bool = False,
+) -> dict[str, Any]:
+    """Mean loss of the 16-bit model and of its export on a few held-out rows.
+
+    Returns:
+        rows, tokens, and the two losses in nats per token.
+
+    Raises:
+        QuantizeError: Logits are not finite, the export's perplexity is more than twice the
+            model's, or its float16 activations overflow.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    rows = _rows(dataset)
+    with torch.inference_mode():
+        reference = AutoModelForCausalLM.from_pretrained(
+            model, dtype=torch.float32, trust_remote_code=trust_remote_code
+        ).eval()
+        before, _ = _loss(reference, rows)
+        load_dequantized(reference, export, model, method, group_size)
+        after, largest = _loss(reference, rows)
+    tokens = sum(len(row) - 1 for row in rows)
+    found = {
+        "rows": len(rows),
+        "tokens": tokens,
+        "loss_merged": round(before, 6),
+        "loss_quantized": round(after, 6),
+    }
+    log.info("loss on %d tokens: %.4f in 16 bits, %.4f in 4 bits", tokens, before, after)
+    if not math.isfinite(after) or after - before > MAX_LOSS_INCREASE:
+        raise QuantizeError(
+            f"the {method} export lost the model: {after:.3f} nats per token, "
+            f"{before:.3f} before, on {tokens} tokens",
+            expected=f"at most {before + MAX_LOSS_INCREASE:.3f}",
+            hint="use a smaller group_size or more calibration rows, or add awq or none to "
+            "quantize.methods",
+            details=found,
+        )
+    if read_config(export).get("dtype", "") == "float16" and largest > MAX_FLOAT16:
+        raise QuantizeError(
+            f"activations reach {largest:.3g}, more than float16 holds ({MAX_FLOAT16:.0f}), and "
+            "config.json says float16",
+            hint="train and merge in bfloat16",
+            details=found,
+        )
+    return found
+
+
+def load_dequantized(model: Any, export: Path, merged: Path, method: str, group_size: int) -> None:
+    """Put the export's weights, taken apart, into a transformers model of the merged checkpoint."""
+    import torch
+    from safetensors import safe_open
+
+    shapes = quantized_shapes(Checkpoint.open(merged).tensors)
+    state = dict(model.named_parameters())
+    tensors = Checkpoint.open(export).tensors
+    for file in sorted({info.file for info in tensors.values()}):
+        with safe_open(file, framework="pt") as stream:
+            for name in stream.keys():  # noqa: SIM118 (it is no mapping)
+                module = name.rpartition(".")[0]
+                if module not in shapes:
+                    if name in state:
+                        state[name].copy_(stream.get_tensor(name))
+                elif name.endswith(".qweight"):
+                    parts = {
+                        part: _get(tensors, f"{module}.{part}") for part in ("qzeros", "scales")
+                    }
+                    weight = dequantize(method, stream.get_tensor(name), **parts)
+                    state[f"{module}.weight"].copy_(weight.to(torch.float32))
+                elif name.endswith(".bias"):
+                    state[name].copy_(stream.get_tensor(name))
+
+
+def dequantize(method: str, qweight: Any, qzeros: Any, scales: Any) -> Any:
+    """The (out, in) float32 matrix of one packed layer without activation order.
+
+    GPTQ: eight rows an int32, low bits first, zero points stored minus one. AWQ (gemm): eight
+    columns an int32 in AWQ's order, zero points as they are. Either way ``(q - zero) * scale``.
+    """
+    import torch
+
+    shifts = torch.arange(0, 32, 4)
+    if method == "gptq":
+        values = (qweight.unsqueeze(1) >> shifts[None, :, None]) & 15
+        values = values.reshape(-1, qweight.shape[1])
+        zeros = ((qzeros.unsqueeze(2) >> shifts) & 15).reshape(qzeros.shape[0], -1) + 1
+    else:
+        places = torch.tensor(_AWQ_ORDER).argsort()
+        values = ((qweight.unsqueeze(2) >> shifts) & 15)[:, :, places]
+        values = values.reshape(qweight.shape[0], -1)
+        zeros = ((qzeros.unsqueeze(2) >> shifts) & 15)[:, :, places].reshape(qzeros.shape[0], -1)
+    width = values.shape[0] // scales.shape[0]
+    scale = scales.float().repeat_interleave(width, dim=0)
+    zero = zeros.repeat_interleave(width, dim=0)
+    return ((values - zero).float() * scale).T.contiguous()
+
+
+def _get(tensors: dict[str, Any], name: str) -> Any:
+    from safetensors import safe_open
+
+    with safe_open(tensors[name].file, framework="pt") as stream:
+        return stream.get_tensor(name)
+
+
+def _rows(dataset: Path) -> list[list[int]]:
+    """Held-out rows, or training rows where nothing was held out; long enough, evenly taken."""
+    import pyarrow.parquet
+
+    for name in ("eval.parquet", "train.parquet"):
+        path = dataset / name
+        if not path.is_file():
+            continue
+        ids = pyarrow.parquet.read_table(path, columns=["input_ids"])["input_ids"].to_pylist()
+        rows = [row[:ROW_TOKENS] for row in ids if len(row) > 10]
+        if rows:
+            return rows[:: max(1, len(rows) // ROWS)][:ROWS]
+    raise QuantizeError(f"{dataset.name} holds no row to compare the export on")
+
+
+def _loss(model: Any, rows: list[list[int]]) -> tuple[float, float]:
+    """Mean nats per token, and the largest hidden activation."""
+    import torch
+
+    total, count, largest = 0.0, 0, 0.0
+    for row in rows:
+        ids = torch.tensor([row])
+        found = model(input_ids=ids, output_hidden_states=True, use_cache=False)
+        logits = found.logits[0, :-1].float()
+        if not torch.isfinite(logits).all():
+            return math.inf, math.inf
+        total += float(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum"))
+        count += len(row) - 1
+        largest = max(largest, *(float(h.abs().max()) for h in found.hidden_states))
+    return total / count, largest
+
+
+def _available_memory() -> int:
+    """MemAvailable of this machine in bytes."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return 1024 * int(line.split()[1])
+    return 0
