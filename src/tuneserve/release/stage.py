@@ -302,23 +302,25 @@ def _judge(
     """Measure the served loss on the rows of the evaluation and compare."""
     request = candidate.request
     losses: dict[str, float | None] = dict.fromkeys(("base", "adapter", "merged", "served"))
+    known: dict[str, Any] = {}
     if request.evaluation is None:
         skipped.append("losses of base, adapter and merged model: no evaluation was given")
     else:
         known = json.loads((request.evaluation / "losses.json").read_text(encoding="utf-8"))
         losses.update({name: known.get(name) for name in ("base", "adapter", "merged")})
-    rows = candidate.rows if candidate.side == "eval" else []
+    # The same choice as evaluation makes: the first rows that have something to measure.
+    count = known.get("rows", request.gates.eval_rows)
+    rows = [row for row in candidate.rows if row.supervised and candidate.side == "eval"][:count]
     if not rows:
         skipped.append("loss of the served model: there are no held-out rows")
     elif not request.gates.enabled and request.evaluation is None:
         skipped.append("loss of the served model: gates are switched off")
     else:
-        count = known["rows"] if request.evaluation else request.gates.eval_rows
-        found = served_loss(socket_path, request.serve.name, rows[:count], alive=alive)
+        found = served_loss(socket_path, request.serve.name, rows, alive=alive)
         losses["served"] = found.mean
         facts["held-out rows"] = f"{len(found.per_row)} with {found.tokens} supervised tokens"
         facts["first choice"] = f"{found.agreement:.1%} of the supervised tokens"
-        if request.evaluation and known.get("supervised_tokens") not in (None, found.tokens):
+        if known.get("supervised_tokens") not in (None, found.tokens):
             raise InputError(
                 f"the evaluation counted {known['supervised_tokens']} supervised tokens in "
                 f"{count} rows, the "

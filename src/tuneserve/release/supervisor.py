@@ -26,7 +26,7 @@ from typing import Any
 from tuneserve.artifacts import write_json_atomic
 from tuneserve.errors import ServerError
 from tuneserve.release.layout import Layout
-from tuneserve.release.wrapper import end_session, session_members
+from tuneserve.release.wrapper import end_session, process_start, session_members
 
 log = logging.getLogger(__name__)
 
@@ -232,13 +232,14 @@ class Keeper:
     def shutdown(self) -> None:
         """End supervisord and everything it keeps, and whatever it left behind."""
         if self.running():
-            for name in self.all():
-                if name != GATEWAY:
-                    self.stop(name)
-            with contextlib.suppress(ServerError, OSError, http.client.HTTPException):
+            programs = sorted(self.all(), key=lambda name: name == GATEWAY)  # the gateway last
+            for name in programs:
+                self.stop(name)
+            pid = int(self._rpc().supervisor.getPID())
+            with contextlib.suppress(ServerError):
                 self._call("shutdown")
             deadline = time.monotonic() + _START_SECONDS
-            while self.running() and time.monotonic() < deadline:
+            while process_start(pid) is not None and time.monotonic() < deadline:
                 time.sleep(0.05)
         self.end_leftovers()
 

@@ -1,7 +1,7 @@
 """Keeps a server process and everything it starts together.
 
-Run as `python -m tuneserve.release.wrapper LAUNCH.json`: supervisord starts this wrapper, the wrapper
-starts the server as a session of its own. Four rules:
+Run as `python -m tuneserve.release.wrapper LAUNCH.json`: supervisord starts this wrapper, the
+wrapper starts the server as a session of its own. Four rules:
 
 - SIGTERM goes to the server alone, so that it can finish its answers; then its whole session is
   killed.
@@ -105,7 +105,7 @@ def _watch(socket_path: Path, healthy: threading.Event, broken: threading.Event)
     """Set `broken` when a server that once was healthy is so no longer."""
     silent, dead = 0, 0
     while not broken.is_set():
-        time.sleep(_HEALTH_EVERY_SECONDS)
+        time.sleep(_HEALTH_EVERY_SECONDS if healthy.is_set() else 0.5)
         try:
             status = ask(
                 socket_path, "GET", "/health", timeout_seconds=_HEALTH_TIMEOUT_SECONDS

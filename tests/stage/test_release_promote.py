@@ -1,0 +1,430 @@
+"""Releases with real processes: supervisord, Caddy, the wrapper, and stubs in vLLM's place."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import httpx
+import pytest
+
+from tuneserve.config import GatesSection, ServeSection, parse_run
+from tuneserve.errors import (
+    DeviceBusy,
+    GateRefused,
+    InputError,
+    OutOfMemory,
+    PortTaken,
+    RunFileError,
+    ServerError,
+)
+from tuneserve.release import control, state
+from tuneserve.release.layout import current_release, layout
+from tuneserve.release.request import ReleaseRequest
+from tuneserve.release.stage import release
+from tuneserve.release.supervisor import GATEWAY, Keeper, server_program
+from tuneserve.release.wrapper import session_members
+
+
+def _stub() -> ModuleType:
+    path = Path(__file__).parents[1] / "release_stub.py"
+    spec = importlib.util.spec_from_file_location("release_stub", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+stub = _stub()
+
+
+class House:
+    """A run root of its own, models and requests for it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.port: int = stub.free_port()
+        self.python = stub.stub_python(folder / "bin")
+        self.dataset = stub.make_dataset(folder / "dataset")
+
+    def request(self, model: str = "a", **changes: Any) -> ReleaseRequest:
+        behaviour = changes.pop("behaviour", {})
+        gates = changes.pop("gates", GatesSection())
+        dataset = changes.pop("dataset", self.dataset)
+        losses = changes.pop("losses", None)
+        hints = changes.pop("hints", {})
+        fields = {
+            "port": self.port,
+            "drain_timeout_seconds": 20,
+            "ready_timeout_seconds": 30,
+            "max_model_len": 512,
+            **changes,
+        }
+        evaluation = None
+        if losses:
+            evaluation = stub.make_evaluation(self.folder / "evaluation", dataset, **losses)
+        return ReleaseRequest(
+            model=stub.make_model(self.folder / model, **behaviour),
+            serve=ServeSection.model_validate(fields),
+            gates=gates,
+            python=self.python,
+            dataset=dataset,
+            evaluation=evaluation,
+            artifact=f"merged-{model}",
+            hints=hints,
+        )
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def chat(self, tokens: int = 2, path: str = "/v1", **options: Any) -> httpx.Response:
+        body = {"model": "default", "messages": [{"role": "user", "content": "hi"}]}
+        return httpx.post(
+            f"{self.url}{path}/chat/completions",
+            json={**body, "max_tokens": tokens},
+            timeout=60,
+            **options,
+        )
+
+
+@pytest.fixture
+def house(monkeypatch: pytest.MonkeyPatch) -> Iterator[House]:
+    folder = Path(tempfile.mkdtemp(prefix="ts-"))
+    monkeypatch.setenv("TUNESERVE_HOME", str(folder / "home"))
+    try:
+        yield House(folder)
+    finally:
+        control.down()
+        left = processes_of(folder)
+        shutil.rmtree(folder, ignore_errors=True)
+        assert not left, left
+
+
+def processes_of(folder: Path) -> list[str]:
+    found = []
+    for entry in os.listdir("/proc"):
+        with contextlib.suppress(OSError):
+            if entry.isdigit() and int(entry) != os.getpid():
+                line = Path(f"/proc/{entry}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+                if str(folder) in line:
+                    found.append(f"{entry} {line}")
+    return found
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+    return found
+
+
+def keeper() -> Keeper:
+    return Keeper(layout())
+
+
+def test_a_release_answers_at_one_address_and_is_reused(house: House) -> None:
+    made = release(house.request(losses={"base": 3.0, "adapter": 1.0, "merged": 1.0}))
+    assert made["endpoint"] == f"{house.url}/v1"
+    assert made["losses"] == {"base": 3.0, "adapter": 1.0, "merged": 1.0, "served": 1.0}
+    assert made["parity"]["whole"] == 4
+    assert [gate["passed"] for gate in made["gates"]] == [True, True]
+    answer = house.chat()
+    assert answer.headers["x-tuneserve-release"] == made["release"]
+    assert answer.json()["choices"][0]["message"]["content"] == f"{made['release']} " * 2
+    assert httpx.get(f"{house.url}/health").status_code == 200
+    started = time.monotonic()
+    again = release(house.request(losses={"base": 3.0, "adapter": 1.0, "merged": 1.0}))
+    assert again["reused"] and again["release"] == made["release"]
+    assert time.monotonic() - started < 5
+    shown = control.status()
+    assert shown["endpoint"] == made["endpoint"]
+    assert shown["names"]["default"]["state"] == "serving"
+    assert shown["names"]["default"]["release"] == made["release"]
+    assert shown["names"]["default"]["memory_bytes"] > 0
+
+
+def test_promote_then_roll_back_without_losing_a_request(house: House) -> None:
+    first = release(house.request("a", behaviour={"token_seconds": 0.02}))["release"]
+    failures, seen, stop = [], set(), threading.Event()
+
+    def client(stream: bool) -> None:
+        with httpx.Client(timeout=60) as session:
+            while not stop.is_set():
+                body = {
+                    "model": "default",
+                    "messages": [{"role": "user", "content": "hi"}],
+                    "max_tokens": 5,
+                    "stream": stream,
+                }
+                try:
+                    answer = session.post(f"{house.url}/v1/chat/completions", json=body)
+                    said = _answer(answer, stream)
+                except (httpx.HTTPError, ValueError, KeyError) as error:
+                    failures.append(repr(error))
+                    continue
+                releases = set(said.split())
+                if releases != {answer.headers["x-tuneserve-release"]} or len(said.split()) != 5:
+                    failures.append(said)
+                seen.update(releases)
+
+    clients = [threading.Thread(target=client, args=(i % 2 == 0,)) for i in range(8)]
+    for thread in clients:
+        thread.start()
+    try:
+        second = release(house.request("b", behaviour={"token_seconds": 0.02}))["release"]
+        control.rollback()
+        control.promote_release(second, keep_warm=True)
+        control.rollback()
+    finally:
+        stop.set()
+        for thread in clients:
+            thread.join()
+    assert not failures, failures[:5]
+    assert seen == {first, second}
+    names = state.read(layout()).names["default"]
+    assert names.active == first
+    assert [item["release"] for item in names.history] == [first, second, first, second]
+    wait_for(lambda: not keeper().members(server_program(second)))
+
+
+def _answer(answer: httpx.Response, stream: bool) -> str:
+    if answer.status_code != 200:
+        raise ValueError(f"{answer.status_code} {answer.text}")
+    if not stream:
+        choice = answer.json()["choices"][0]
+        assert choice["finish_reason"] == "stop"
+        return str(choice["message"]["content"])
+    lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
+    if lines[-1] != "[DONE]":
+        raise ValueError("the stream was cut")
+    choices = [json.loads(line)["choices"][0] for line in lines[:-1]]
+    assert choices[-1]["finish_reason"] == "stop"
+    return "".join(choice["delta"]["content"] for choice in choices)
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "error", "words"),
+    [
+        ({"die": "ValueError: 9.0 GiB KV cache is needed"}, OutOfMemory, "KV cache is needed"),
+        ({"die": "RuntimeError: some other reason"}, ServerError, "some other reason"),
+        ({"names": ["somebody-else"]}, ServerError, "somebody-else"),
+        ({"shift": 3}, GateRefused, "index 3"),
+        ({"never_stop": True}, GateRefused, "ended by itself"),
+        ({"nats": 9.0}, GateRefused, "better than base: served 9.0000, base 3.0000"),
+    ],
+)
+def test_a_refused_candidate_leaves_the_champion_and_no_process(
+    house: House, behaviour: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    losses = {"base": 3.0, "merged": 1.0}
+    champion = release(house.request("a", losses=losses))["release"]
+    before = state.read(layout()).names
+    running = set(keeper().members(server_program(champion)))
+    with pytest.raises(error, match=words):
+        release(house.request("bad", behaviour=behaviour, losses=losses))
+    assert state.read(layout()).names == before
+    assert current_release(layout(), "default") == champion
+    assert set(keeper().members(server_program(champion))) == running
+    assert set(keeper().all()) == {GATEWAY, server_program(champion)}
+    assert house.chat().headers["x-tuneserve-release"] == champion
+
+
+def test_a_refused_first_candidate_leaves_nothing(house: House) -> None:
+    with pytest.raises(GateRefused):
+        release(house.request(behaviour={"never_stop": True}))
+    assert not keeper().running()
+    assert control.status()["endpoint"] is None
+    assert not processes_of(house.folder)
+
+
+def test_a_server_that_hangs_is_not_ready(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tuneserve.release import ready
+
+    monkeypatch.setattr(ready.check_answers, "__kwdefaults__", {"timeout_seconds": 1.0})
+    with pytest.raises(ServerError, match="answers /health, but a chat completion did not come"):
+        release(house.request(behaviour={"hang": True}))
+    assert not processes_of(house.folder)
+
+
+def test_hold_keeps_requests_waiting_and_restores_the_champion(house: House) -> None:
+    first = release(house.request("a"))["release"]
+    statuses: list[tuple[int, str]] = []
+
+    def ask() -> None:
+        answer = house.chat()
+        statuses.append((answer.status_code, answer.headers["x-tuneserve-release"]))
+
+    second_request = house.request("b", rollout="hold", behaviour={"start_seconds": 1.5})
+    asking = threading.Thread(target=lambda: [ask() for _ in range(40) if not time.sleep(0.1)])
+    ask()
+    asking.start()
+    second = release(second_request)["release"]
+    asking.join()
+    assert {status for status, _ in statuses} == {200}
+    assert {by for _, by in statuses} == {first, second}
+    with pytest.raises(GateRefused):
+        release(house.request("c", rollout="hold", behaviour={"never_stop": True}))
+    assert house.chat().headers["x-tuneserve-release"] == second
+    assert state.read(layout()).names["default"].promoting is None
+
+
+def test_a_taken_port_is_found_before_anything_is_started(house: House) -> None:
+    code = f"import socket,time; s=socket.create_server(('127.0.0.1',{house.port})); time.sleep(60)"
+    stranger = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        wait_for(lambda: _listens(house.port))
+        with pytest.raises(PortTaken, match=f"process {stranger.pid}"):
+            release(house.request())
+    finally:
+        stranger.kill()
+        stranger.wait()
+    assert not keeper().running()
+    assert state.read(layout()).releases == {}
+
+
+def _listens(port: int) -> bool:
+    with contextlib.suppress(OSError):
+        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        return True
+    return False
+
+
+def test_a_second_release_of_the_name_is_refused_with_its_holder(house: House) -> None:
+    with state.lock_name(layout(), "default", "releasing something"):
+        with pytest.raises(DeviceBusy, match=rf"process {os.getpid()} \(releasing something"):
+            release(house.request())
+    assert not keeper().running()
+
+
+def test_a_killed_api_process_ends_its_group_and_comes_back(house: House) -> None:
+    made = release(house.request(behaviour={"engine": True, "token_seconds": 0.2}))["release"]
+    program = server_program(made)
+    session = keeper()._session(program)
+    assert session is not None and len(session_members(session)) == 2
+    results: list[tuple[int, float]] = []
+
+    def ask() -> None:
+        results.append((house.chat(100).status_code, time.monotonic()))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    wait_for(lambda: control.status()["names"]["default"]["requests_running"] == 1)
+    os.kill(session, signal.SIGKILL)
+    killed = time.monotonic()
+    held = house.chat(1)  # sent while nobody listens: held, then answered by the restarted server
+    asking.join()
+    assert results[0][0] == 502 and results[0][1] - killed < 2
+    assert held.status_code == 200
+    assert not session_members(session)
+
+
+def test_a_dead_engine_is_noticed_and_restarted(house: House) -> None:
+    made = release(house.request(behaviour={"engine": True}))["release"]
+    program = server_program(made)
+    session = keeper()._session(program)
+    assert session is not None
+    engine = next(pid for pid in session_members(session) if pid != session)
+    os.kill(engine, signal.SIGKILL)
+    wait_for(lambda: keeper()._session(program) != session and house.chat(1).is_success, 40)
+    assert not session_members(session)
+
+
+def test_killed_gateway_comes_back(house: House) -> None:
+    release(house.request())
+    session = keeper()._session(GATEWAY)
+    assert session is not None
+    os.kill(session, signal.SIGKILL)
+
+    def answers() -> bool:
+        with contextlib.suppress(httpx.HTTPError):
+            return house.chat().is_success
+        return False
+
+    wait_for(answers)
+
+
+def test_a_killed_supervisord_leaves_nobody_and_up_restores(house: House) -> None:
+    made = release(house.request(behaviour={"engine": True}))["release"]
+    pid = int((layout().root / "supervisord.pid").read_text())
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not processes_of(house.folder))
+    assert control.status()["endpoint"] is None
+    restored = control.up()
+    assert restored["names"]["default"]["state"] == "serving"
+    assert house.chat().headers["x-tuneserve-release"] == made
+
+
+def test_two_names_share_the_gateway(house: House) -> None:
+    release(house.request("a"))
+    other = release(house.request("b", name="other"))
+    assert other["endpoint"] == f"{house.url}/other/v1"
+    assert house.chat(path="/other/v1").headers["x-tuneserve-release"] == other["release"]
+    assert house.chat(path="/missing/v1").status_code == 404
+    with pytest.raises(RunFileError, match="the gateway serves"):
+        release(house.request("c", name="third", port=stub.free_port()))
+    control.down("default")
+    shown = control.status()["names"]
+    assert (shown["default"]["state"], shown["other"]["state"]) == ("down", "serving")
+    assert house.chat().headers["x-tuneserve-release"] == other["release"]
+
+
+def test_release_without_a_dataset_says_what_is_skipped(
+    house: House, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = stub.make_model(house.folder / "model")
+    run = parse_run(
+        {
+            "name": "plain",
+            "model": {"base": "somewhere"},
+            "data": {"train": ["nothing"]},
+            "serve": {"port": house.port},
+            "engines": {"serve": {"python": house.python}},
+        }
+    )
+    made = control.release_model_dir(model, name="plain", run=run)
+    assert made["model"] == "plain"
+    assert "parity with the trained ids: no dataset was given" in caplog.text
+    assert "skipped: loss of the served model" in made["report"]
+
+
+def test_rollback_without_history_says_so(house: House) -> None:
+    release(house.request())
+    with pytest.raises(InputError, match="no release before"):
+        control.rollback()
+
+
+def test_a_candidate_ends_when_its_prover_is_killed(house: House) -> None:
+    champion = release(house.request("a"))["release"]
+    request = house.request("b", behaviour={"start_seconds": 60})
+    code = (
+        "import pickle,sys; from tuneserve.release.stage import release; "
+        "release(pickle.loads(bytes.fromhex(sys.argv[1])))"
+    )
+    prover = subprocess.Popen(
+        [sys.executable, "-c", code, pickle.dumps(request).hex()], env=os.environ
+    )
+    other = wait_for(
+        lambda: [n for n in keeper().all() if n not in (GATEWAY, server_program(champion))]
+    )[0]
+    wait_for(lambda: keeper().members(other))
+    prover.kill()
+    prover.wait()
+    wait_for(lambda: not keeper().members(other))
+    assert house.chat().headers["x-tuneserve-release"] == champion
