@@ -171,16 +171,27 @@ def saved_bytes_per_token(arch: Arch, step: Step) -> int:
     into_attention = any(t.in_attention and t.name not in ("o_proj", "dense") for t in step.targets)
     into_mlp = any(not t.in_attention and t.in_features == arch.hidden for t in step.targets)
     into_down = any(not t.in_attention and t.in_features == arch.inner for t in step.targets)
-    shared = arch.query if step.padded else arch.key_value
-    total = norm * arch.hidden * (2 + arch.extra_norms)
+    total = (norm * arch.hidden + 4) * (2 + arch.extra_norms)  # and each row's root mean square
     total += one * arch.hidden * (into_attention + into_mlp + step.compiled)
-    total += one * (arch.query + 2 * shared + arch.query)  # q, k, v and the attention's output
-    total += norm * (arch.query + arch.key_value) * arch.qk_norm
+    total += one * _query_key_value(arch, step) + one * arch.query  # and the attention's output
+    total += (norm * arch.head_dim + 4) * (arch.heads + arch.key_value_heads) * arch.qk_norm
     total += one * arch.inner * ((2 if liger else 3) + into_down)
     total += one * step.rank * len(targets)
     if step.dropout:  # each adapter has its own: a scaled input and a mask
         total += sum((one + 1) * target.in_features for target in targets.values())
     return total
+
+
+def _query_key_value(arch: Arch, step: Step) -> int:
+    """Elements of q, k and v as attention keeps them, per token.
+
+    A mask makes the kernel want keys and values repeated for all heads, beside the originals; one
+    fused projection keeps its whole output alive as well.
+    """
+    fused = any(linear.name == "qkv_proj" for linear in arch.linears)
+    if step.padded or fused:
+        return 3 * arch.query + arch.key_value + (arch.query if fused else 0)
+    return arch.query + 2 * arch.key_value
 
 
 def _attention_bytes(arch: Arch, step: Step) -> int:
