@@ -105,7 +105,7 @@ class Plan:
         return self.disk_fits and all(stage.fits for stage in self.stages.values())
 
     def to_json(self) -> dict[str, Any]:
-        """The keys of `plan --json`; `table` is for people."""
+        """The keys of `plan --json`; `table` is for people, `hints` for the stages' contexts."""
         from tuneserve.plan.table import table
 
         gpu = self.machine.gpu
@@ -129,6 +129,16 @@ class Plan:
                 "kv_bytes_per_token": self.arch.kv_bytes_per_token(),
                 "concurrent_chats": self.serving.concurrent_chats,
                 "blue_green_fits": self.blue_green_fits,
+            },
+            "hints": {
+                "train": {
+                    "micro_batch": self.step.micro_batch,
+                    "planned_peak_bytes": self.stages["train"].peak.total_bytes,
+                },
+                "release": {
+                    "max_model_len": self.serving.max_model_len,
+                    "kv_cache_bytes": self.serving.kv_cache_bytes,
+                },
             },
             "gpu_processes": [vars(process) for process in gpu.processes] if gpu else [],
             "advice": [{**vars(advice), "text": str(advice)} for advice in self.advice],

@@ -11,11 +11,16 @@ from tuneserve.plan.rows import DataShape
 # Model types that both GPTQModel 7.6.0 (`models/auto.py::MODEL_MAP`) and vLLM 0.32.0
 # (`model_executor/models/registry.py`) know, read on 2026-11-29; `test_plan_checks` compares.
 QUANTIZABLE = frozenset(
-    """afmoe apertus bloom cohere cohere2 cohere2_moe dbrx deepseek_v2 deepseek_v3 exaone4 falcon
-    falcon_h1 gemma gemma2 gemma3_text glm4 glm4_moe gpt2 gpt_oss gptj granite granitemoe
-    granitemoehybrid hy_v3 jamba lfm2 lfm2_moe llama llama4_text minicpm3 minimax_m2 ministral3
-    mistral mixtral nemotron_h olmoe opt phi3 qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next stablelm
-    zamba2""".split()
+    """
+    afmoe apertus bloom cohere cohere2 cohere2_moe dbrx deepseek_v2 deepseek_v3 deepseek_v32
+    deepseek_v4 ernie4_5 ernie4_5_moe exaone4 falcon falcon_h1 falcon_mamba gemma gemma2 gemma3
+    gemma3_text gemma3n gemma3n_text gemma4 gemma4_text glm glm4 glm4_moe glm4_moe_lite
+    glm_moe_dsa gpt2 gpt_bigcode gpt_neox gpt_oss gptj granite granitemoe granitemoehybrid
+    hunyuan_v1_dense hunyuan_v1_moe hy_v3 jamba laguna lfm2 lfm2_moe llama llama4 llama4_text
+    longcat_flash minicpm3 minimax_m2 ministral3 mistral mixtral nemotron_h olmo2 olmo3 olmoe
+    opt phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next seed_oss smollm3 stablelm starcoder2
+    zamba2
+    """.split()
 )
 # vLLM's CPU kernel for 4-bit weights works on blocks of so many features (vllm 0.32,
 # `CPUWNA16LinearKernel`).
