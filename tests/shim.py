@@ -97,7 +97,7 @@ def behave(context: Any) -> dict[str, Any]:
     return {
         "rows": 3,
         "path": context.run.model.base,
-        "train": {"micro_batch": 2},
+        "hints": {"train": {"micro_batch": 2}, "release": {}},
         "merged_loss": 1.0,
         "endpoint": "http://127.0.0.1:1/v1",
         "model": "default",

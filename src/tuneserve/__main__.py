@@ -88,8 +88,7 @@ def train(run_file: RunArgument, as_json: JsonOption = False) -> None:
     run = _load(run_file)
     base, dataset = _validated(run)
     inputs = {"dataset": dataset.artifact or ""}
-    chosen = _execute(StageCall("plan", run, base, inputs)).metrics
-    hints = {"micro_batch": chosen["train"]["micro_batch"]}
+    hints = _execute(StageCall("plan", run, base, inputs)).metrics["hints"]["train"]
     result = _execute(StageCall("train", run, base, inputs, hints=hints))
     _show(result.to_json(), f"adapter: {result.path}", as_json)
 

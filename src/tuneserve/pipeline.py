@@ -7,6 +7,7 @@ Each stage is asked for through `execute`, so that the same order runs as plain 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,9 +46,10 @@ def finetune_to_serve(run: RunFile, execute: Execute) -> PipelineResult:
     """
     base = Path(execute(StageCall("fetch", run)).metrics["path"])
     dataset = _id(execute(StageCall("validate", run, base)))
-    plan = execute(StageCall("plan", run, base, {"dataset": dataset}))
-    hints = {"micro_batch": plan.metrics["train"]["micro_batch"]}
-    adapter = _id(execute(StageCall("train", run, base, {"dataset": dataset}, hints=hints)))
+    hints = execute(StageCall("plan", run, base, {"dataset": dataset})).metrics["hints"]
+    adapter = _id(
+        execute(StageCall("train", run, base, {"dataset": dataset}, hints=hints["train"]))
+    )
     merged, evaluation = _merge_and_evaluate(run, base, dataset, adapter, execute)
     artifacts = {"dataset": dataset, "adapter": adapter, "merged": merged, "evaluation": evaluation}
     refusals: list[TuneserveError] = []
@@ -60,10 +62,12 @@ def finetune_to_serve(run: RunFile, execute: Execute) -> PipelineResult:
                     execute(StageCall("quantize", run, base, made, settings={"method": method}))
                 )
                 inputs["quantized"] = artifacts["quantized"] = quantized
-            release = execute(StageCall("release", run, base, inputs)).metrics
+            call = StageCall("release", run, base, inputs, hints=hints["release"])
+            release = execute(call).metrics
         except (QuantizeError, GateRefused, ServerError) as error:
             log.warning("%s was refused: %s", method, error)
             refusals.append(error)
+            artifacts.pop("quantized", None)
             continue
         return PipelineResult(
             release["endpoint"], release["model"], release["release"], artifacts, release
@@ -83,7 +87,7 @@ def _merge_and_evaluate(
     run: RunFile, base: Path, dataset: str, adapter: str, execute: Execute
 ) -> tuple[str, str]:
     """Merge as `merge.base` says; `auto` merges both ways and keeps the lower held-out loss."""
-    ways = [run.merge.base] if run.merge.base != "auto" else ["original", "nf4"]
+    ways: list[str] = ["original", "nf4"] if run.merge.base == "auto" else [run.merge.base]
     if run.train.method != "qlora":
         ways = ["original"]  # there is no second base to choose: training saw the 16-bit weights
     found: list[tuple[float, str, str]] = []
@@ -92,9 +96,11 @@ def _merge_and_evaluate(
         merged = _id(execute(StageCall("merge", run, base, inputs, settings={"base_weights": way})))
         inputs = {"dataset": dataset, "adapter": adapter, "merged": merged}
         evaluation = execute(StageCall("evaluate", run, base, inputs))
-        found.append((float(evaluation.metrics["merged_loss"]), merged, _id(evaluation)))
-        log.info("merged onto the %s weights: held-out loss %.4f", way, found[-1][0])
-    _, merged, evaluation_id = min(found)
+        loss = evaluation.metrics["merged_loss"]
+        log.info("merged onto the %s weights: held-out loss %s", way, loss)
+        # Without held-out rows there is nothing to choose by: the first way stays.
+        found.append((math.inf if loss is None else loss, merged, _id(evaluation)))
+    _, merged, evaluation_id = min(found, key=lambda entry: entry[0])
     return merged, evaluation_id
 
 
