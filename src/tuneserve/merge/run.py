@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import json
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -20,6 +22,7 @@ from tuneserve.merge.journal import JOURNAL_NAME, PART_SUFFIX, PROOF_NAME, Journ
 from tuneserve.merge.plan import MergePlan
 from tuneserve.merge.prepare import BaseWeights, Job, prepare
 from tuneserve.merge.proof import FORMAT, read_proof, summarize_survival, versions
+from tuneserve.merge.stream import ShardStream
 from tuneserve.merge.tiling import header_bytes
 from tuneserve.progress import Progress, human_bytes
 
@@ -146,7 +149,7 @@ def _check_disk(out: Path, job: Job, journal: Journal) -> None:
     free = stat.f_bavail * stat.f_frsize + parts
     if free < needed:
         raise DiskFull(
-            f"{out}: {human_bytes(needed)} ({needed} bytes) are needed, {human_bytes(free)} are free",
+            f"{out}: {human_bytes(needed)} ({needed} bytes) needed, {human_bytes(free)} free",
             hint="make room or choose another disk, then run the same command again",
             details={"needed_bytes": needed, "free_bytes": free},
         )
@@ -158,9 +161,7 @@ def _shard_bytes(plan: MergePlan) -> dict[str, int]:
 
 def _stream(job: Job, journal: Journal, progress: Callable[[int, int], None] | None) -> int:
     """Merge the shards that are not finished; the bytes written now."""
-    from tuneserve.merge.nf4 import Nf4Roundtrip
-    from tuneserve.merge.stream import ShardStream, single_threaded
-
+    _load_engine()
     sizes = _shard_bytes(job.plan)
     todo = [s for s in job.plan.shards if s.name not in journal.finished]
     if len(todo) < len(sizes):
@@ -168,10 +169,8 @@ def _stream(job: Job, journal: Journal, progress: Callable[[int, int], None] | N
     journal.discard_parts()
     total = sum(sizes[s.name] for s in todo)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(single_threaded())
         advance = stack.enter_context(_progress(total, progress))
-        nf4 = Nf4Roundtrip(job.nf4) if job.nf4 else None
-        stream = ShardStream(job.budget, job.adapter.shard.file, nf4, advance)
+        stream = ShardStream(job.budget, job.adapter.shard.file, job.nf4, advance)
         stack.callback(stream.close)
         try:
             for shard in todo:
@@ -185,6 +184,13 @@ def _stream(job: Job, journal: Journal, progress: Callable[[int, int], None] | N
             journal.discard_parts()
             raise
     return total
+
+
+def _load_engine() -> None:
+    """Start to load torch: it takes seconds, in which bytes can flow already."""
+    threading.Thread(
+        target=importlib.import_module, args=("tuneserve.merge.engine",), daemon=True
+    ).start()
 
 
 @contextlib.contextmanager

@@ -1,37 +1,31 @@
-"""One shard through the pipeline: a reader, the arithmetic and a writer at the same time.
+"""One shard through the pipeline: a reader, the arithmetic and a writer at the same time. No torch.
 
-Engine file: imports torch. Bytes are read with preadv into a few reused buffers (mapped pages
-would count as resident memory), hashed as they pass, merged in place and written to a provisional
-file.
+Bytes are read with preadv into a few reused buffers (mapped pages would count as resident memory),
+hashed as they pass, merged in place and written to a provisional file.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
+import functools
 import hashlib
 import mmap
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-
-from tuneserve.checkpoint.headers import DTYPE_BITS
 from tuneserve.errors import DiskFull, ModelError
-from tuneserve.merge.nf4 import Nf4Roundtrip
-from tuneserve.merge.plan import Output, OutputShard
-from tuneserve.merge.tiles import TORCH_DTYPES, AdapterReader, TensorMerger
+from tuneserve.merge.pagecache import ReadAhead, Writeback, read_into
+from tuneserve.merge.plan import OutputShard
 from tuneserve.merge.tiling import BUFFERS, Budget, Piece, header_bytes, pieces
 from tuneserve.progress import human_bytes
 
-# Written pages are given to the disk and dropped from the page cache in windows of this size, so
-# that neither dirty nor cached pages pile up behind the writer.
-_FLUSH_BYTES = 32 * 2**20
+if TYPE_CHECKING:
+    from tuneserve.merge.engine import TileEngine
 
 _T = TypeVar("_T")
 
@@ -96,18 +90,25 @@ class ShardStream:
         self,
         budget: Budget,
         adapter_file: Path,
-        nf4: Nf4Roundtrip | None,
+        nf4: Mapping[str, Any] | None,
         advance: Callable[[int], None],
     ) -> None:
         self.budget, self.nf4, self.advance = budget, nf4, advance
-        self.adapter_descriptor = os.open(adapter_file, os.O_RDONLY)
-        self.adapter = AdapterReader(self.adapter_descriptor)
+        self.adapter_file = adapter_file
         self.buffers = [mmap.mmap(-1, budget.buffer_bytes) for _ in range(BUFFERS)]
         self._descriptors: dict[Path, int] = {}
 
+    @functools.cached_property
+    def engine(self) -> TileEngine:
+        """The arithmetic. Loading torch takes seconds, in which untouched bytes already flow."""
+        from tuneserve.merge.engine import TileEngine
+
+        return TileEngine(self._open, self.adapter_file, self.nf4, self.budget.piece_bytes)
+
     def close(self) -> None:
         """Give back files and buffers."""
-        os.close(self.adapter_descriptor)
+        if "engine" in self.__dict__:
+            self.engine.close()
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()
@@ -144,8 +145,6 @@ class ShardStream:
                     thread.join()
             if channel.failure is not None:
                 raise _readable(channel.failure, part)
-            os.fsync(out)
-            _drop(out, 0, 0)
         except OSError as error:
             raise _readable(error, part) from error
         finally:
@@ -166,11 +165,22 @@ class ShardStream:
         report: ShardReport,
     ) -> None:
         digest = hashlib.sha256(len(shard.source.raw).to_bytes(8, "little") + shard.source.raw)
-        for piece in work:
+        ahead = ReadAhead()
+        for piece, following in zip(work, [*work[1:], None], strict=True):
             buffer = channel.take(channel.free)
             file = self._file_of(piece, source)
             view = memoryview(buffer)[: piece.read_bytes]
-            _read_into(file, view, piece.read_offset, shard.source.file)
+            ahead.expect(file, piece.read_offset, piece.read_bytes)
+            if following is not None:
+                ahead.expect(
+                    self._file_of(following, source), following.read_offset, following.read_bytes
+                )
+            if read_into(file, view, piece.read_offset) < len(view):
+                raise ModelError(
+                    f"{shard.source.file}: became shorter while it was read",
+                    hint="run again when nothing writes to the base",
+                )
+            ahead.done(file, piece.read_offset, piece.read_bytes)
             if piece.hashed:
                 digest.update(view)
             view.release()
@@ -184,38 +194,26 @@ class ShardStream:
     def _file_of(self, piece: Piece, source: int) -> int:
         if piece.source is None:
             return source
-        if piece.output is not None and piece.output.op.from_adapter:
-            return self.adapter_descriptor
         return self._open(piece.source.file)
 
     def _compute(self, channel: _Channel, report: ShardReport) -> None:
-        merger: TensorMerger | None = None
-        rounds: Callable[[torch.Tensor, int], None] | None = None
         while (item := channel.take(channel.read)) is not None:
             piece, buffer = item
-            output = piece.output
-            if output is not None:
-                if piece.begin == 0:
-                    merger = TensorMerger(output, self.adapter, self._base_rows(output))
-                    rounds = self._nf4_tiles(output)
-                assert merger is not None
-                weight = _tile(piece, output, buffer)
-                if rounds:
-                    rounds(weight, piece.begin)
-                merger.tile(weight, piece.begin)
+            if piece.output is None:
+                report.copied_bytes += piece.write_bytes
+            else:
+                self.engine.tile(piece, buffer)
                 report.merged_bytes += piece.write_bytes
                 if piece.last:
-                    report.tensors[output.name] = _tensor_report(output, merger)
-                del weight
-            else:
-                report.copied_bytes += piece.write_bytes
+                    report.tensors[piece.output.name] = self.engine.tensor_report()
             channel.merged.put((piece, buffer))
         channel.merged.put(None)
 
     def _write(self, channel: _Channel, out: int, header: bytes, report: ShardReport) -> None:
         digest = hashlib.sha256(header)
         _write_all(out, memoryview(header), 0)
-        offset = flushed = len(header)
+        offset = len(header)
+        behind = Writeback(out)
         while (item := channel.take(channel.merged)) is not None:
             piece, buffer = item
             view = memoryview(buffer)[: piece.write_bytes]
@@ -225,67 +223,9 @@ class ShardStream:
             channel.free.put(buffer)
             offset += piece.write_bytes
             self.advance(piece.write_bytes)
-            if offset - flushed >= _FLUSH_BYTES:
-                os.fdatasync(out)
-                _drop(out, flushed, offset - flushed)
-                flushed = offset
+            behind.written(offset)
+        behind.finish()
         report.bytes, report.sha256 = offset, digest.hexdigest()
-
-    def _base_rows(self, output: Output) -> Callable[[int, int], torch.Tensor]:
-        """Reads rows of an output's source for passes before its tiles, through NF4 where asked."""
-        source = output.op.source
-        file = self.adapter_descriptor if output.op.from_adapter else self._open(source.file)
-        rounds = self._nf4_tiles(output)
-
-        def read(begin: int, end: int) -> torch.Tensor:
-            row_bytes = source.nbytes // source.shape[0]
-            data = bytearray((end - begin) * row_bytes)
-            _read_into(file, memoryview(data), source.begin + begin * row_bytes, source.file)
-            flat = torch.frombuffer(data, dtype=TORCH_DTYPES[source.dtype])
-            rows = flat.view(end - begin, *source.shape[1:]).to(TORCH_DTYPES[output.dtype])
-            if rounds:
-                rounds(rows, begin)
-            return rows
-
-        return read
-
-    def _nf4_tiles(self, output: Output) -> Callable[[torch.Tensor, int], None] | None:
-        if not output.op.nf4:
-            return None
-        assert self.nf4 is not None
-        plain = replace(output, op=replace(output.op, nf4=False))
-        return self.nf4.prepare(output, self._base_rows(plain), self.budget.piece_bytes)
-
-
-def _tile(piece: Piece, output: Output, buffer: mmap.mmap) -> torch.Tensor:
-    """The tile's rows as a tensor over the buffer, in the output's dtype."""
-    count = piece.write_bytes * 8 // DTYPE_BITS[output.dtype]
-    if output.op.source.dtype != output.dtype:
-        stored = bytearray(memoryview(buffer)[: piece.read_bytes])
-        values = torch.frombuffer(stored, dtype=TORCH_DTYPES[output.op.source.dtype])
-        torch.frombuffer(buffer, dtype=TORCH_DTYPES[output.dtype], count=count).copy_(values)
-    weight = torch.frombuffer(buffer, dtype=TORCH_DTYPES[output.dtype], count=count)
-    return weight.view(-1, *output.shape[1:])
-
-
-def _tensor_report(output: Output, merger: TensorMerger) -> dict[str, Any]:
-    report: dict[str, Any] = {"kind": output.op.kind}
-    if output.op.lora or output.op.bias:
-        report["delta_norm"] = merger.effect.delta**0.5
-        report["delta_survival"] = merger.effect.survival
-    return report
-
-
-def _read_into(descriptor: int, view: memoryview, offset: int, path: Path) -> None:
-    done = 0
-    while done < len(view):
-        count = os.preadv(descriptor, [view[done:]], offset + done)
-        if not count:
-            raise ModelError(
-                f"{path}: ends at byte {offset + done}, it changed while it was read",
-                hint="run again when nothing writes to the base",
-            )
-        done += count
 
 
 def _write_all(descriptor: int, view: memoryview, offset: int) -> None:
@@ -294,28 +234,13 @@ def _write_all(descriptor: int, view: memoryview, offset: int) -> None:
         done += os.pwrite(descriptor, view[done:], offset + done)
 
 
-def _drop(descriptor: int, offset: int, count: int) -> None:
-    os.posix_fadvise(descriptor, offset, count, os.POSIX_FADV_DONTNEED)
-
-
 def _readable(error: BaseException, part: Path) -> BaseException:
     """A full disk as the error that says so; everything else as it is."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         free = os.statvfs(part.parent)
         return DiskFull(
             f"{part.parent}: no room left for {part.name} ({error.strerror})",
-            hint=f"{human_bytes(free.f_bavail * free.f_frsize)} are free there; make room, run again",
+            hint=f"{human_bytes(free.f_bavail * free.f_frsize)} are free; make room, run again",
             details={"free_bytes": free.f_bavail * free.f_frsize},
         )
     return error
-
-
-@contextlib.contextmanager
-def single_threaded() -> Iterator[None]:
-    """One thread for the arithmetic: the reader and the writer need the other cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

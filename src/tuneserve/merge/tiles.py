@@ -42,8 +42,23 @@ class Effect:
 
     @property
     def survival(self) -> float:
-        """Share of the change's norm that survived rounding: 1 - ||applied - exact|| / ||exact||."""
+        """Share of the change's norm that survived: 1 - ||applied - exact|| / ||exact||."""
         return 1.0 - min(1.0, math.sqrt(self.lost / self.delta)) if self.delta else 1.0
+
+
+class Scratch:
+    """float32 arrays that tiles use again and again: fresh memory costs more than the sums."""
+
+    def __init__(self) -> None:
+        self._flat: dict[str, torch.Tensor] = {}
+
+    def take(self, use: str, shape: torch.Size | tuple[int, ...]) -> torch.Tensor:
+        """An array of `shape` with undefined contents, the same memory for the same `use`."""
+        count = math.prod(shape)
+        flat = self._flat.get(use)
+        if flat is None or flat.numel() < count:
+            self._flat[use] = flat = torch.empty(count, dtype=torch.float32)
+        return flat[:count].view(shape)
 
 
 class AdapterReader:
@@ -89,9 +104,11 @@ def _read_exactly(descriptor: int, view: memoryview, offset: int) -> None:
 class TensorMerger:
     """Merges the tiles of one output tensor. `tile` works in place on the tile's bytes."""
 
-    def __init__(self, output: Output, adapter: AdapterReader, read_base: RowReader) -> None:
+    def __init__(
+        self, output: Output, adapter: AdapterReader, read_base: RowReader, scratch: Scratch
+    ) -> None:
         self.output, self.op, self.adapter = output, output.op, adapter
-        self.dtype = TORCH_DTYPES[output.dtype]
+        self.scratch = scratch
         self.effect = Effect()
         self.lora = output.op.lora
         self._flipped = self.lora is not None and (
@@ -119,7 +136,7 @@ class TensorMerger:
         if self.op.bias:
             assert self.op.bias.bias is not None
             addend = self.adapter.rows(self.op.bias.bias, begin, end) * self.op.bias.scale
-            self._store(weight, _exact(weight), addend)
+            self._store(weight, self._exact(weight), addend)
 
     def _delta(self, begin: int, end: int) -> torch.Tensor:
         """Rows of the scaled update, in the stored orientation, float32."""
@@ -127,12 +144,18 @@ class TensorMerger:
         if self._flipped:
             product = (self._fixed @ self.adapter.columns(self.lora.a, begin, end)).T
         else:
-            product = self.adapter.rows(self.lora.b, begin, end) @ self._fixed
+            rows = self.adapter.rows(self.lora.b, begin, end)
+            product = self.scratch.take("delta", (end - begin, self._fixed.shape[1]))
+            torch.mm(rows, self._fixed, out=product)
         return product.mul_(self.lora.scale)
+
+    def _exact(self, weight: torch.Tensor) -> torch.Tensor:
+        """A float32 copy, also of a weight that is float32 already."""
+        return self.scratch.take("exact", weight.shape).copy_(weight)
 
     def _add_update(self, weight: torch.Tensor, begin: int, end: int) -> None:
         assert self.lora is not None
-        exact = _exact(weight)
+        exact = self._exact(weight)
         delta = self._delta(begin, end)
         if self.lora.magnitude is None:
             self._store(weight, exact, delta)
@@ -160,12 +183,13 @@ class TensorMerger:
         self.effect.delta += float(torch.linalg.vector_norm(delta)) ** 2
         exact = before.add_(delta) if merged is None else merged
         weight.copy_(exact)
-        lost = float(torch.linalg.vector_norm(exact.sub_(weight))) ** 2
+        rounded = self.scratch.take("rounded", weight.shape).copy_(weight)
+        lost = float(torch.linalg.vector_norm(exact.sub_(rounded))) ** 2
         if not math.isfinite(lost):
             raise AdapterError(
                 f"{self.output.name}: the merged weight is not finite in {self.output.dtype}",
                 expected="finite weights",
-                hint="the adapter diverged in training, or the base holds values that are not finite",
+                hint="the adapter diverged in training, or the base has values that are not finite",
                 details={"tensor": self.output.name},
             )
         self.effect.lost += lost
@@ -195,14 +219,9 @@ class TensorMerger:
         step = max(MIN_ROWS, WHOLE_NORM_ELEMENTS // 4 // width)
         for begin in range(0, count, step):
             end = min(begin + step, count)
-            tile = _exact(read_base(begin, end)).add_(self._delta(begin, end))
+            tile = self._exact(read_base(begin, end)).add_(self._delta(begin, end))
             squares += tile.double().square_().sum(0)
         return magnitude / squares.sqrt().float()
-
-
-def _exact(weight: torch.Tensor) -> torch.Tensor:
-    """A float32 copy, also of a weight that is float32 already."""
-    return weight.to(torch.float32, copy=True)
 
 
 # 4M elements are 16 MiB in float32, and three such arrays are alive at once.
