@@ -146,9 +146,9 @@ def _name_status(
 
 def _mend_interrupted(servers: promote.Servers) -> None:
     """Finish or undo a switch whose process is gone."""
-    for name, entry in state.read(servers.places).names.items():
-        if not entry.promoting or not servers.keeper.running():
-            continue
+    if not servers.keeper.running():
+        return
+    for name in promote.out_of_order(servers):
         try:
             with state.lock_name(servers.places, name, "mending"):
                 promote.reconcile(servers, name, ready_seconds=_READY_SECONDS)

@@ -290,6 +290,27 @@ def reconcile(servers: Servers, name: str, *, ready_seconds: float) -> None:
             servers.stop(release)
 
 
+def out_of_order(servers: Servers) -> list[str]:
+    """Names whose symlink, state and processes do not agree: somebody is at it, or was killed."""
+    known = state.read(servers.places)
+    processes = servers.keeper.all()
+    found = []
+    for name, entry in known.names.items():
+        if entry.wanted != "up":
+            continue
+        strays = [
+            release.id
+            for release in known.releases.values()
+            if release.name == name
+            and release.id not in (entry.active, entry.warm)
+            and (info := processes.get(server_program(release.id))) is not None
+            and info.up
+        ]
+        if entry.promoting or strays or current_release(servers.places, name) != entry.active:
+            found.append(name)
+    return found
+
+
 def start_again(servers: Servers, release: state.Release, ready_seconds: float) -> None:
     """Start a release that was proven before, unless it runs; wait until it answers.
 

@@ -1,0 +1,108 @@
+"""A switch that is killed at any of its steps leaves something that the next command puts right."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tuneserve.release import control, state
+from tuneserve.release.layout import current_release, layout
+from tuneserve.release.stage import release
+from tuneserve.release.supervisor import GATEWAY, Keeper, server_program
+
+
+def _load(name: str, path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+promote_tests = _load("release_promote_tests", Path(__file__).with_name("test_release_promote.py"))
+house = promote_tests.house
+
+# Runs an action in which the N-th change to the outside world is replaced by kill -9 of ourselves.
+_KILLED = """
+import os, pickle, signal, sys
+from tuneserve.release import control, promote, stage, state, supervisor
+count = int(sys.argv[1])
+
+def dying(function):
+    def call(*arguments, **options):
+        global count
+        count -= 1
+        if count < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*arguments, **options)
+    return call
+
+state.write_json_atomic = dying(state.write_json_atomic)
+promote.point = dying(promote.point)
+for name in ("put", "start", "stop", "remove"):
+    setattr(supervisor.Keeper, name, dying(getattr(supervisor.Keeper, name)))
+action, argument = pickle.loads(bytes.fromhex(sys.argv[2]))
+{"release": stage.release, "promote": control.promote_release}[action](argument)
+"""
+
+
+def run_and_kill(step: int, action: str, argument: object) -> int:
+    code = pickle.dumps((action, argument)).hex()
+    done = subprocess.run(
+        [sys.executable, "-c", _KILLED, str(step), code], env=os.environ, capture_output=True
+    )
+    assert done.returncode in (0, -9), done.stderr.decode()[-3000:]
+    return done.returncode
+
+
+def check_order(house: promote_tests.House, allowed: set[str]) -> str:
+    """After the next command: one release serves, and state, symlink and processes say so."""
+    shown = control.status()["names"]["default"]
+    assert shown["state"] == "serving", shown
+    active = shown["release"]
+    assert active in allowed
+    assert current_release(layout(), "default") == active
+    assert house.chat().headers["x-tuneserve-release"] == active
+    entry = state.read(layout()).names["default"]
+    assert entry.active == active and entry.promoting is None
+    up = {name for name, info in Keeper(layout()).all().items() if info.up}
+    assert up == {GATEWAY, server_program(active)}
+    return str(active)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rollout", ["blue_green", "hold"])
+def test_kill_9_at_every_step_of_a_release(house: promote_tests.House, rollout: str) -> None:
+    first = release(house.request("a"))["release"]
+    for step in range(40):
+        request = house.request(f"b{step}", rollout=rollout)
+        status = run_and_kill(step, "release", request)
+        known = set(state.read(layout()).releases)
+        active = check_order(house, known)
+        if status == 0:
+            assert step > 5, "the steps were not counted"
+            assert active != first
+            return
+    raise AssertionError("the release never came to its end")
+
+
+def test_kill_9_at_every_step_of_a_promotion(house: promote_tests.House) -> None:
+    first = release(house.request("a"))["release"]
+    second = release(house.request("b"))["release"]
+    target = first
+    for step in range(20):
+        status = run_and_kill(step, "promote", target)
+        active = check_order(house, {first, second})
+        if status == 0:
+            assert active == target and step > 3
+            return
+        target = first if active == second else second
+    raise AssertionError("the promotion never came to its end")

@@ -1,0 +1,116 @@
+"""The state file, locks and API keys."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tuneserve.errors import DeviceBusy, InputError, RunFileError
+from tuneserve.release import gateway, keys, state
+from tuneserve.release.layout import layout
+
+
+def test_state_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    places = layout(tmp_path)
+    with state.change(places) as changed:
+        release = changed.add("moss", "abcdef0123456789", "/m", "merged-1")
+        changed.names["moss"] = state.Name(active=release.id, history=[{"release": "r0"}])
+    found = state.read(places)
+    assert release.id == "r0001-abcdef01"
+    assert found.releases == {release.id: release}
+    assert found.find("moss", "abcdef0123456789") == release
+    assert found.release("r0001") == release
+    with pytest.raises(InputError, match="there is none"):
+        found.release("r9")
+    with pytest.raises(InputError, match="under the name 'x'"):
+        found.name("x")
+
+
+def test_a_failed_change_changes_nothing(tmp_path: Path) -> None:
+    places = layout(tmp_path)
+    with pytest.raises(ZeroDivisionError), state.change(places) as changed:
+        changed.default = "x"
+        raise ZeroDivisionError
+    assert state.read(places) == state.State()
+
+
+def test_a_damaged_state_file_is_an_error_and_stays(tmp_path: Path) -> None:
+    places = layout(tmp_path)
+    places.state_file.write_text('{"format": 99}')
+    with pytest.raises(InputError, match="format 99"):
+        state.read(places)
+    assert places.state_file.read_text() == '{"format": 99}'
+
+
+def test_a_name_is_held_by_one_process_and_freed_by_its_death(tmp_path: Path) -> None:
+    code = (
+        "import sys,time; from pathlib import Path; from tuneserve.release import state\n"
+        "from tuneserve.release.layout import layout\n"
+        "with state.lock_name(layout(Path(sys.argv[1])), 'moss', 'testing'):\n"
+        "    print('held', flush=True); time.sleep(60)"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+    places = layout(tmp_path)
+    with pytest.raises(DeviceBusy, match=rf"process {holder.pid} \(testing, since"):
+        with state.lock_name(places, "moss", "x"):
+            pass
+    with state.lock_name(places, "other", "x"):
+        pass
+    holder.kill()
+    holder.wait()
+    with state.lock_name(places, "moss", "x"):
+        pass
+    with pytest.raises(InputError), state.lock_name(places, "../evil", "x"):
+        pass
+
+
+def test_keys_are_random_named_and_revocable(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    first, second = keys.add_key(path, "alice"), keys.add_key(path, "bob")
+    assert first != second and len(first) > 40
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert keys.read_keys(path) == {"alice": first, "bob": second}
+    keys.revoke_key(path, "alice")
+    assert keys.read_keys(path) == {"bob": second}
+    with pytest.raises(InputError, match="one of: bob|no key named"):
+        keys.revoke_key(path, "alice")
+    path.chmod(0o644)
+    with pytest.raises(InputError, match="mode 644"):
+        keys.read_keys(path)
+
+
+@pytest.mark.parametrize(
+    "bad", ["short", "with space in it ok", "x" * 300, "line\nbreak-abcdefghij"]
+)
+def test_keys_that_a_header_cannot_carry_are_refused(tmp_path: Path, bad: str) -> None:
+    with pytest.raises(InputError):
+        keys.add_key(tmp_path / "keys", "a", bad)
+    assert not (tmp_path / "keys").exists()
+
+
+def test_an_open_address_needs_a_key() -> None:
+    with pytest.raises(RunFileError, match="0.0.0.0, which other machines can reach"):
+        gateway.listen_for("0.0.0.0", 80, {}, hold_seconds=1)
+    assert gateway.listen_for("0.0.0.0", 80, {"a": "k"}, hold_seconds=1).needs_key
+    assert not gateway.listen_for("127.0.0.1", 80, {}, hold_seconds=1).needs_key
+    assert gateway.listen_for("::1", 80, {}, hold_seconds=1).base_url == "http://[::1]:80"
+    named = gateway.listen_for("llm.example.org", 443, {"a": "k"}, hold_seconds=1)
+    assert named.tls and named.base_url == "https://llm.example.org:443"
+
+
+def test_gateway_configuration_keeps_its_promises(tmp_path: Path) -> None:
+    places = layout(tmp_path)
+    keys.add_key(places.keys, "alice", "tsk-very-secret-value")
+    listen = gateway.listen_for("127.0.0.1", 8080, {"alice": "x"}, hold_seconds=300)
+    config = gateway.caddy_config(places, listen)
+    assert config["admin"] == {"disabled": True, "config": {"persist": False}}
+    assert "tsk-very-secret-value" not in str(config)
+    text = str(config)
+    assert "'flush_interval': -1" in text and "'keep_alive': {'enabled': False}" in text
+    assert "'try_duration': '300s'" in text
