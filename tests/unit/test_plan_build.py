@@ -1,0 +1,217 @@
+"""What is chosen and what is refused, for machines that are made up."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tuneserve.config import RunFile, parse_run
+from tuneserve.errors import DiskFull, OutOfMemory, RunFileError
+from tuneserve.plan import plan_run
+from tuneserve.plan.build import Plan, plan_for
+from tuneserve.plan.machine import Gpu, GpuProcess, Machine
+from tuneserve.plan.rows import DataShape
+from tuneserve.plan.stage import refuse
+from tuneserve.plan.stage import run as run_stage
+from tuneserve.stages import StageContext
+
+GIB = 2**30
+QWEN2_7B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "intermediate_size": 18944,
+    "vocab_size": 152064,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+}
+ROWS = DataShape((2048,) * 64)
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN2_7B))
+    return tmp_path
+
+
+def run(base: Path, **changes: Any) -> RunFile:
+    data = {"train": ["a"], "max_length": 2048}
+    return parse_run({"name": "t", "model": {"base": str(base)}, "data": data, **changes})
+
+
+def machine(gpu_gib: float | None = 80, *held: GpuProcess, disk_gib: float = 500) -> Machine:
+    gpu = None
+    if gpu_gib is not None:
+        used = sum(process.used_bytes for process in held)
+        gpu = Gpu("card", int(gpu_gib * GIB), int(gpu_gib * GIB) - used, held)
+    return Machine(gpu, 64 * GIB, 60 * GIB, int(disk_gib * GIB), "/store")
+
+
+def plan(base: Path, place: Machine, **changes: Any) -> Plan:
+    return plan_for(run(base, **changes), base_dir=base, data=ROWS, machine=place)
+
+
+def test_takes_the_largest_micro_batch_that_fits(base: Path) -> None:
+    sizes = []
+    for gib in (12, 16, 24, 40, 80):
+        found = plan(base, machine(gib))
+        step = found.step
+        assert step.micro_batch * step.accumulation == 16
+        assert found.stages["train"].peak.total_bytes <= 0.88 * gib * GIB
+        sizes.append(step.micro_batch)
+    assert sizes == sorted(sizes) and sizes[0] < sizes[-1] == 16
+
+
+def test_next_larger_micro_batch_would_not_fit(base: Path) -> None:
+    place = machine(16)
+    chosen = plan(base, place).step.micro_batch
+    larger = plan(base, place, train={"micro_batch": chosen * 2})
+    assert not larger.stages["train"].fits
+
+
+def test_effective_batch_shrinks_with_few_rows(base: Path) -> None:
+    few = DataShape((2048,) * 3)
+    found = plan_for(run(base), base_dir=base, data=few, machine=machine())
+    assert (found.step.micro_batch, found.step.accumulation) == (3, 1)
+
+
+def test_rows_decide_the_length_and_max_length_does_without_them(base: Path) -> None:
+    known = plan_for(run(base), base_dir=base, data=DataShape((300,) * 64), machine=machine())
+    unknown = plan_for(run(base), base_dir=base, machine=machine())
+    assert (known.step.length, unknown.step.length) == (300, 2048)
+
+
+def test_resident_server_counts_unless_stopped(base: Path) -> None:
+    ours = GpuProcess(7, "VLLM::EngineCore", 12 * GIB, ours=True)
+    share = plan(base, machine(24, ours))
+    stop = plan(base, machine(24, ours), serve={"while_training": "stop"})
+    assert share.stages["train"].available_bytes == int(0.88 * 24 * GIB) - 12 * GIB
+    assert stop.stages["train"].available_bytes == int(0.88 * 24 * GIB)
+    assert share.step.micro_batch < stop.step.micro_batch
+
+
+def test_foreign_process_is_named_and_its_end_advised(base: Path) -> None:
+    stranger = GpuProcess(4711, "python", 20 * GIB)
+    found = plan(base, machine(24, stranger))
+    assert not found.fits
+    with pytest.raises(OutOfMemory) as caught:
+        refuse(found)
+    assert caught.value.exit_status == 3
+    assert "train needs" in caught.value.message
+    assert "process 4711 (python, 20.0 GiB)" in caught.value.hint
+    [advice] = [a for a in found.advice if "4711" in a.value]
+    assert advice.fits and advice.saves_bytes == 20 * GIB
+
+
+def test_advice_is_true(base: Path) -> None:
+    """Following an advice saves what it says, and fits where it says so."""
+    place = machine(16)
+    wasteful: dict[str, Any] = {"method": "lora", "gradient_checkpointing": False}
+    before = plan(base, place, train=wasteful)
+    assert [a.field for a in before.advice] == [
+        "train.gradient_checkpointing",
+        "train.optimizer",
+        "train.method",
+        "train.lora.r",
+        "data.max_length",
+        "model.base",
+    ]
+    advice = before.advice[2]
+    after = plan(base, place, train={**wasteful, "method": "qlora", "micro_batch": 1})
+    saved = before.stages["train"].peak.total_bytes - after.stages["train"].peak.total_bytes
+    assert saved == pytest.approx(advice.saves_bytes, rel=0.02)
+    assert after.stages["train"].fits == advice.fits
+
+
+def test_blue_green_and_hold(base: Path) -> None:
+    ours = GpuProcess(7, "vllm", 10 * GIB, ours=True)
+    place = machine(16, ours)
+    beside = plan(base, place)
+    assert not beside.stages["serve"].fits and not beside.blue_green_fits
+    instead = plan(base, place, serve={"rollout": "hold"})
+    assert instead.stages["serve"].fits
+
+
+def test_serve_length_gives_way_until_two_servers_fit(base: Path) -> None:
+    small, large = plan(base, machine(24)), plan(base, machine(141))
+    assert large.serving.max_model_len == 32768
+    assert 2048 <= small.serving.max_model_len < 32768
+    assert small.blue_green_fits and large.blue_green_fits
+    fixed = plan(base, machine(24), serve={"max_model_len": 30000})
+    assert fixed.serving.max_model_len == 30000
+
+
+def test_disk_is_counted_before_it_is_full(base: Path) -> None:
+    place = replace(machine(80), disk_free_bytes=20 * GIB)
+    found = plan(base, place)
+    assert found.disk_bytes > 2 * 2 * 7_615_616_512  # two merges in 16 bits
+    assert found.download_bytes == 2 * 7_615_616_512
+    with pytest.raises(DiskFull, match="/store"):
+        refuse(found)
+
+
+def test_ram_is_checked_for_the_merge(base: Path) -> None:
+    place = replace(machine(80), ram_free_bytes=200 * 2**20)
+    with pytest.raises(OutOfMemory, match=r"merge needs 700.0 MiB of memory"):
+        refuse(plan(base, place))
+
+
+def test_supposed_card_asks_nothing_of_this_machine(base: Path) -> None:
+    found = plan_for(run(base), base_dir=base, gpu_memory_bytes=24 * GIB)
+    assert found.machine.supposed and found.stages["merge"].fits
+    assert found.stages["train"].available_bytes == int(0.88 * 24 * GIB)
+    tiny = replace(found.machine, disk_free_bytes=0)
+    assert plan_for(run(base), base_dir=base, machine=tiny).disk_fits
+
+
+def test_cpu_plans_in_memory(base: Path) -> None:
+    found = plan(base, machine(None))
+    assert {stage.device for stage in found.stages.values()} == {"RAM"}
+    assert found.step.micro_batch == 1  # one row of 2048 tokens is the most that pays there
+
+
+def test_problems_come_before_sizes(base: Path) -> None:
+    bad: dict[str, Any] = {"lora": {"target_modules": ["query", "key"]}}
+    with pytest.raises(RunFileError) as caught:
+        plan(base, machine(1), train=bad, serve={"max_model_len": 40000})
+    assert len(caught.value.details["problems"]) == 3
+    assert caught.value.exit_status == 2
+
+
+def test_json_keys(base: Path) -> None:
+    data = json.loads(json.dumps(plan(base, machine(24)).to_json()))
+    assert data["fits"] is True
+    assert set(data["stages"]) == {"train", "merge", "quantize", "evaluate", "serve"}
+    for stage in data["stages"].values():
+        assert stage["peak_bytes"] == sum(stage["components"].values())
+        assert stage["disk_bytes"] >= 0
+    assert data["disk_bytes"] > sum(stage["disk_bytes"] for stage in data["stages"].values())
+    assert data["train"]["micro_batch"] * data["train"]["gradient_accumulation"] == 16
+    assert data["serve"]["kv_cache_bytes"] > 0 and data["serve"]["max_model_len"] > 0
+    assert data["hints"]["train"]["micro_batch"] == data["train"]["micro_batch"]
+    for name in data["stages"]:
+        assert f"\n{name} " in data["table"]
+
+
+def test_stage_and_command_give_the_same(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tuneserve.plan.build.look", lambda *_, **__: machine(80))
+    context = StageContext(run(base), base, {}, base / "out", base / "work")
+    assert run_stage(context) == plan_run(run(base))
+
+
+def test_command_shows_what_does_not_fit_and_the_stage_raises(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tuneserve.plan.build.look", lambda *_, **__: machine(6))
+    shown = plan_run(run(base))
+    assert shown["fits"] is False and "train does not fit" in shown["table"]
+    with pytest.raises(OutOfMemory):
+        run_stage(StageContext(run(base), base, {}, base / "out", base / "work"))
+    assert not (base / "out").exists()

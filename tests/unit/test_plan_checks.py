@@ -1,0 +1,171 @@
+"""What would fail later is named before anything is spent, all of it at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from tuneserve.config import RunFile, parse_run
+from tuneserve.plan.arch import Arch, arch_from_config
+from tuneserve.plan.checks import problems, target_linears, warnings
+from tuneserve.plan.rows import DataShape, data_shape, data_shape_from_metrics
+
+SMOLLM2 = {
+    "model_type": "llama",
+    "hidden_size": 576,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "intermediate_size": 1536,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+DATA = DataShape((900, 700, 500))
+
+
+def run(**changes: Any) -> RunFile:
+    data = {"train": ["a"], **changes.pop("data", {})}
+    quantize = {"group_size": 64, **changes.pop("quantize", {})}
+    return parse_run(
+        {"name": "t", "model": {"base": "b"}, "data": data, "quantize": quantize, **changes}
+    )
+
+
+def arch(**changes: Any) -> Arch:
+    return arch_from_config({**SMOLLM2, **changes})
+
+
+def found(
+    run_file: RunFile, model: Arch | None = None, data: DataShape | None = DATA, gpu: bool = True
+) -> list[str]:
+    return problems(run_file, model or arch(), data, gpu=gpu)
+
+
+def lora(*targets: str, **more: Any) -> dict[str, Any]:
+    return {"lora": {"target_modules": list(targets), **more}}
+
+
+def test_a_good_run_has_no_problem() -> None:
+    assert found(run()) == []
+    assert found(run(), gpu=False) == []
+
+
+def test_group_size_must_divide_every_quantized_layer() -> None:
+    """D03: SmolLM2's 576 inputs are no multiple of 128."""
+    [problem] = found(run(quantize={"group_size": 128}))
+    assert problem.startswith("quantize.group_size: 128")
+    assert "q_proj (576)" in problem and "down_proj" not in problem
+    assert problem.endswith("use 64 or 32 or -1")
+    assert found(run(quantize={"group_size": -1})) == []
+    assert found(run(quantize={"group_size": 128, "methods": ["none"]})) == []
+
+
+def test_every_target_name_must_match() -> None:
+    """B02: one wrong name among right ones."""
+    [problem] = found(run(train=lora("q_proj", "query")))
+    assert "query matches no linear layer" in problem
+    assert "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj" in problem
+    assert found(run(train=lora("q_proj", "self_attn.v_proj"))) == []
+    assert "is empty" in found(run(train=lora()))[0]
+
+
+@pytest.mark.parametrize("name", ["lm_head", "embed_tokens"])
+def test_adapter_on_a_tied_head(name: str) -> None:
+    """C03: an adapter on one of two tied tensors would change both."""
+    [problem] = found(run(train=lora("q_proj", name)))
+    assert f"{name} is tied" in problem
+
+
+def test_adapter_on_an_untied_head() -> None:
+    [problem] = found(run(train=lora("lm_head")), arch(tie_word_embeddings=False))
+    assert "modules_to_save" in problem
+
+
+def test_modules_trained_whole_must_exist() -> None:
+    [problem] = found(run(train=lora("q_proj", modules_to_save=["embed", "lm_head", "norm"])))
+    assert "embed is no module" in problem
+
+
+def test_lengths_within_the_context() -> None:
+    """A13: a guard from the config, not from an exception."""
+    texts = found(run(data={"max_length": 9000}, serve={"max_model_len": 10000}))
+    assert [text.split(":")[0] for text in texts] == ["data.max_length", "serve.max_model_len"]
+    [short] = found(run(serve={"max_model_len": 512}))
+    assert "900 tokens" in short
+
+
+def test_unknown_architecture() -> None:
+    """D07: said before training, unless 16 bits are allowed as well."""
+    novel = arch(model_type="novel")
+    [problem] = found(run(), novel)
+    assert "novel is not among the architectures" in problem
+    laddered = run(quantize={"methods": ["gptq", "none"]})
+    assert found(laddered, novel) == []
+    assert any("16 bits" in text for text in warnings(laddered, novel, DATA, gpu=True))
+
+
+def test_cpu_kernel_sizes() -> None:
+    narrow = arch(hidden_size=144, num_attention_heads=9, intermediate_size=64)
+    [problem] = found(run(quantize={"group_size": -1}), narrow, gpu=False)
+    assert "divisible by 32" in problem
+    assert found(run(quantize={"group_size": -1}), narrow, gpu=True) == []
+
+
+def test_too_little_calibration() -> None:
+    """D01: 40 + 30 tokens against 1024."""
+    [problem] = found(run(), data=DataShape((40, 30)))
+    assert "give 70 at most" in problem
+
+
+def test_tool_calls_need_a_parser() -> None:
+    """E08."""
+    tools = DataShape((900, 700), has_tool_calls=True)
+    [problem] = found(run(), data=tools)
+    assert problem.startswith("serve.tool_parser")
+    assert found(run(serve={"tool_parser": "hermes"}), data=tools) == []
+
+
+def test_attention_kernel_that_is_not_there() -> None:
+    [problem] = found(run(train={"attention": "flash_attention_2"}), gpu=False)
+    assert "needs a GPU" in problem
+
+
+def test_all_problems_at_once() -> None:
+    bad = run(train=lora("query"), data={"max_length": 9000}, quantize={"group_size": 128})
+    assert len(found(bad, data=None)) == 3
+
+
+def test_targets() -> None:
+    assert len(target_linears(run(), arch())) == 7
+    chosen = target_linears(run(train=lora("q_proj", "mlp.up_proj")), arch())
+    assert [linear.name for linear in chosen] == ["q_proj", "up_proj"]
+
+
+def test_few_rows_are_said() -> None:
+    assert any("3 training rows" in text for text in warnings(run(), arch(), DATA, gpu=True))
+
+
+def test_data_shape_of_an_artifact(tmp_path: Path) -> None:
+    rows = pyarrow.table({"input_ids": [[1, 2], [1, 2, 3], [4]]})
+    pyarrow.parquet.write_table(rows, tmp_path / "train.parquet")
+    messages = tmp_path / "train_messages.jsonl"
+    messages.write_text('{"messages": [{"role": "user", "content": "a \\"tool"}], "tools": null}\n')
+    assert data_shape(tmp_path) == DataShape((3, 2, 1), False)
+    messages.write_text('{"messages": [], "tools": [{"type": "function"}]}\n')
+    assert data_shape(tmp_path).has_tool_calls
+    messages.write_text(
+        '{"messages": [{"role": "assistant", "tool_calls": [{}]}], "tools": null}\n'
+    )
+    assert data_shape(tmp_path).has_tool_calls
+
+
+def test_data_shape_from_metrics() -> None:
+    assert data_shape_from_metrics(None) is None
+    assert data_shape_from_metrics({"rows_kept": 3}) is None
+    shape = data_shape_from_metrics({"lengths": [2, 9], "has_tool_calls": True})
+    assert shape == DataShape((9, 2), True)

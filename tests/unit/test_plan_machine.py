@@ -1,0 +1,130 @@
+"""Reading a machine: a card by a stand-in nvidia-smi, memory within control groups."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tuneserve.plan.machine import cpu_has_bf16, first_gpu, look, memory
+
+MIB = 2**20
+SMI = """#!/bin/sh
+case "$1" in
+--query-gpu*) printf '0, GPU-aa, Card A, 81920, 81000\\n1, GPU-bb, Card B, 40960, 30960\\n';;
+*) printf 'GPU-bb, {pid}, /usr/bin/python3, 10000\\nGPU-bb, 999999999, [Not Found], [N/A]\\n';;
+esac
+"""
+
+
+@pytest.fixture
+def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    program = folder / "nvidia-smi"
+    program.write_text(SMI.format(pid=os.getpid()))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    return program
+
+
+def test_first_card(smi: Path) -> None:
+    gpu = first_gpu({})
+    assert gpu is not None
+    assert (gpu.name, gpu.total_bytes, gpu.free_bytes) == ("Card A", 81920 * MIB, 81000 * MIB)
+    assert gpu.processes == ()
+
+
+@pytest.mark.parametrize("visible", ["1", "GPU-bb", "1,0"])
+def test_visible_card_and_its_processes(smi: Path, visible: str) -> None:
+    gpu = first_gpu({"CUDA_VISIBLE_DEVICES": visible})
+    assert gpu is not None and gpu.name == "Card B"
+    known, gone = gpu.processes
+    assert (known.pid, known.name, known.used_bytes) == (os.getpid(), "python3", 10000 * MIB)
+    assert gone.used_bytes == 0 and gpu.foreign == gpu.processes
+
+
+def test_hidden_cards_do_not_exist(smi: Path) -> None:
+    assert first_gpu({"CUDA_VISIBLE_DEVICES": ""}) is None
+
+
+def test_broken_driver_is_said(smi: Path, caplog: pytest.LogCaptureFixture) -> None:
+    smi.write_text("#!/bin/sh\nexit 9\n")
+    assert first_gpu({}) is None
+    assert "planning without a GPU" in caplog.text
+
+
+def test_our_own_server_is_known_by_its_parents(
+    smi: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A grandchild of a process started with a path in our run folder is ours."""
+    monkeypatch.setenv("TUNESERVE_HOME", str(tmp_path / "home"))
+    inner = "import sys; print(__import__('os').getpid(), flush=True); sys.stdin.read()"
+    outer = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}])"
+    socket = str(tmp_path / "home" / "run" / "s")
+    with subprocess.Popen(
+        [sys.executable, "-c", outer, socket],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as server:
+        assert server.stdout is not None and server.stdin is not None
+        smi.write_text(SMI.format(pid=int(server.stdout.readline())))
+        gpu = first_gpu({"CUDA_VISIBLE_DEVICES": "1"})
+        server.stdin.close()
+    assert gpu is not None
+    assert [process.ours for process in gpu.processes] == [True, False]
+    assert gpu.held_by_us_bytes == 10000 * MIB
+
+
+def proc(folder: Path, group: str) -> Path:
+    (folder / "self").mkdir(parents=True)
+    (folder / "meminfo").write_text(
+        "MemTotal: 1000000 kB\nMemFree: 100 kB\nMemAvailable: 800000 kB\n"
+    )
+    (folder / "self" / "cgroup").write_text(group)
+    return folder
+
+
+def limit(folder: Path, limit: str, used: int, cache: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.max").write_text(f"{limit}\n")
+    (folder / "memory.current").write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 1\ninactive_file {cache}\n")
+
+
+def test_memory_without_limits(tmp_path: Path) -> None:
+    place = proc(tmp_path / "proc", "0::/user\n")
+    assert memory(place, tmp_path / "cgroup") == (1000000 * 1024, 800000 * 1024)
+
+
+def test_memory_within_a_group_and_its_parents(tmp_path: Path) -> None:
+    place, groups = proc(tmp_path / "proc", "0::/a/b\n"), tmp_path / "cgroup"
+    limit(groups / "a" / "b", "max", 5, 0)
+    limit(groups / "a", "500000", 300000, 100000)
+    # Page cache that can be dropped is not in use.
+    assert memory(place, groups) == (500000, 300000)
+
+
+def test_memory_with_the_groups_files_at_the_root(tmp_path: Path) -> None:
+    place, groups = proc(tmp_path / "proc", "0::/docker/abc\n"), tmp_path / "cgroup"
+    limit(groups, "500000", 600000, 0)
+    assert memory(place, groups) == (500000, 0)
+
+
+def test_bf16_by_flags(tmp_path: Path) -> None:
+    info = tmp_path / "cpuinfo"
+    info.write_text("processor: 0\nflags\t\t: fpu avx2 avx512_bf16\n")
+    assert cpu_has_bf16(info)
+    info.write_text("processor: 0\nflags\t\t: fpu avx2\n")
+    assert not cpu_has_bf16(info)
+    assert not cpu_has_bf16(tmp_path / "absent")
+
+
+def test_supposed_card(tmp_path: Path) -> None:
+    found = look(tmp_path / "not" / "there", gpu_memory_bytes=24 * 2**30)
+    assert found.supposed and found.gpu is not None and found.gpu.free_bytes == 24 * 2**30
+    assert found.disk_free_bytes > 0 and found.device == "a 24 GiB GPU"
