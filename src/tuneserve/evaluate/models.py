@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from collections.abc import Sequence
@@ -13,8 +14,9 @@ from transformers import AutoTokenizer
 
 from tuneserve.errors import AdapterError
 from tuneserve.lm import hardware
+from tuneserve.lm.fused_head import add_fused_head
 from tuneserve.lm.load import load_base
-from tuneserve.lm.loss import RowLosses, add_exact_head, row_losses
+from tuneserve.lm.loss import RowLosses, row_losses
 from tuneserve.lm.rows import Rows
 from tuneserve.progress import Progress
 from tuneserve.stages import StageContext
@@ -35,9 +37,8 @@ def measure(
     with Progress("evaluate", total=3 * len(chosen), unit="row") as progress:
         for name in ("base", "adapter", "merged"):
             model = _load(name, context, device)
-            found[name] = row_losses(
-                model, rows, chosen, done=lambda n, name=name: progress.advance(n, name)
-            )
+            said = functools.partial(progress.advance, detail=name)
+            found[name] = row_losses(model, rows, chosen, done=said)
             if name == "base":
                 samples = _samples(model, context.inputs["dataset"].path)
             del model
@@ -59,7 +60,7 @@ def _load(name: str, context: StageContext, device: torch.device) -> Any:
         attention=context.run.train.attention,
         trust_remote_code=context.run.model.trust_remote_code,
     )
-    add_exact_head(model)
+    add_fused_head(model, float32=True)
     if name != "adapter":
         return model
     import peft

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,13 @@ NF4_BLOCKSIZE = 64
 
 
 def quiet_libraries() -> None:
-    """Keep the libraries' banners and bars out of the log, and them off the network."""
+    """Keep the libraries' banners and bars out of the log, and them off the network.
+
+    To be called before peft is imported.
+    """
+    # PEFT imports gptqmodel when it is installed, which patches transformers and safetensors, and
+    # refuses every LoRA when its companion package is missing. Here it counts as not installed.
+    sys.modules.setdefault("gptqmodel", None)  # type: ignore[arg-type]
     # The base is a local folder: any hub access would be for kernels nobody asked for.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

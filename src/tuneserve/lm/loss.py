@@ -52,17 +52,6 @@ def pad_rows(rows: Rows, indices: Sequence[int], multiple: int = 1) -> dict[str,
     return {"input_ids": input_ids, "attention_mask": mask, "labels": labels}
 
 
-def add_exact_head(model: Any) -> None:
-    """Give a causal language model TRL's tiled head, with logits in float32.
-
-    Afterwards ``model(..., labels=..., fused_lm_head=True).log_probs`` holds one number a token;
-    the vocabulary exists only tile by tile. Logit scales and soft caps are the model's own.
-    """
-    from trl.trainer.utils import add_fused_lm_head
-
-    add_fused_lm_head(model, cast_lm_head_to_fp32=True, outputs=())
-
-
 def row_losses(
     model: Any,
     rows: Rows,
@@ -78,7 +67,7 @@ def row_losses(
     rounding.
 
     Args:
-        model: With a fused head (`add_exact_head`, or TRL's trainer), in evaluation mode.
+        model: With a fused head (`tuneserve.lm.fused_head`), in evaluation mode.
         rows: The rows.
         indices: Which of them.
         batch_tokens: Bound of padded tokens a batch; a longer row goes alone.

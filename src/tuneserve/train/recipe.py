@@ -73,6 +73,21 @@ def make_recipe(train: TrainSection, rows: int, micro_batch: int, processes: int
     return recipe.with_micro_batch(micro_batch)
 
 
+def rate_factor(step: int, scheduler: str, recipe: Recipe) -> float:
+    """Learning rate of step `step` (from 0) as a share of the peak.
+
+    It rises in equal parts over the warm-up, none of it zero, then falls to just above zero at the
+    last step, or stays: no step is spent on a rate of zero, which matters in runs of some tens of
+    steps.
+    """
+    if step < recipe.warmup_steps:
+        return (step + 1) / (recipe.warmup_steps + 1)
+    done = (step - recipe.warmup_steps) / max(recipe.steps - recipe.warmup_steps, 1)
+    if scheduler == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+    return max(1 - done, 0.0) if scheduler == "linear" else 1.0
+
+
 def training_order(lengths: Sequence[int], recipe: Recipe, seed: int) -> list[int]:
     """Row indices in the order they are trained on: ``steps * effective_batch`` of them.
 
