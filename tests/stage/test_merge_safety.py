@@ -1,0 +1,449 @@
+"""Kills, full disks, second merges, wrong inputs: what is on disk afterwards, and that it resumes."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tuneserve.checkpoint.fingerprint import fingerprint
+from tuneserve.errors import AdapterError, DiskFull, ModelError, OutOfMemory, OutputExists
+from tuneserve.merge import merge_adapter
+from tuneserve.merge.journal import JOURNAL_NAME, Journal
+from tuneserve.merge.proof import read_proof, verify
+
+WIDTH = 256
+RUN = """
+import sys
+from pathlib import Path
+from tuneserve.merge import merge_adapter
+base, adapter, out = map(Path, sys.argv[1:4])
+merge_adapter(base, adapter, out, sample=False, progress=lambda done, total: print(done, flush=True))
+"""
+
+
+def make_base(folder: Path, layers: int = 6, shards: int = 3) -> Path:
+    """A Llama-shaped checkpoint in several files, written directly: no model class is needed."""
+    folder.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(0)
+    weight_map: dict[str, str] = {}
+    for shard in range(shards):
+        tensors = {}
+        if shard == 0:
+            tensors["model.embed_tokens.weight"] = (300, WIDTH)
+        for layer in range(shard, layers, shards):
+            tensors[f"model.layers.{layer}.self_attn.q_proj.weight"] = (WIDTH, WIDTH)
+            tensors[f"model.layers.{layer}.input_layernorm.weight"] = (WIDTH,)
+        name = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        values = {
+            k: torch.randn(*s, generator=generator).bfloat16().mul_(0.1) for k, s in tensors.items()
+        }
+        save_file(values, folder / name, {"format": "pt"})
+        weight_map.update(dict.fromkeys(tensors, name))
+    index = {"metadata": {"total_size": 7}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "llama", "tie_word_embeddings": True, "vocab_size": 300})
+    )
+    return folder
+
+
+def make_adapter(folder: Path, layers: int = 6, **config: Any) -> Path:
+    folder.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(1)
+    tensors = {}
+    for layer in range(layers):
+        prefix = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        tensors[f"{prefix}.lora_A.weight"] = torch.randn(8, WIDTH, generator=generator)
+        tensors[f"{prefix}.lora_B.weight"] = torch.randn(WIDTH, 8, generator=generator) * 0.01
+    save_file(tensors, folder / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps({**settings, **config}))
+    return folder
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return make_base(tmp_path / "base")
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    return make_adapter(tmp_path / "adapter")
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    """Everything but the proof, whose times differ."""
+    names = sorted(p.name for p in folder.iterdir() if p.name != "mergeproof.json")
+    return {name: (folder / name).read_bytes() for name in names}
+
+
+def test_layout_index_and_metadata_are_the_bases(base: Path, adapter: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = merge_adapter(base, adapter, out, sample=False)
+    assert (result.merged, result.copied) == (6, 7)
+    assert {p.name for p in out.iterdir()} == {p.name for p in base.iterdir()} | {"mergeproof.json"}
+    before = json.loads((base / "model.safetensors.index.json").read_text())
+    after = json.loads((out / "model.safetensors.index.json").read_text())
+    assert after["weight_map"] == before["weight_map"]
+    assert after["metadata"]["total_size"] == 2 * (300 * WIDTH + 6 * WIDTH * WIDTH + 6 * WIDTH)
+    for path in base.glob("*.safetensors"):
+        ours, theirs = (out / path.name).read_bytes(), path.read_bytes()
+        length = 8 + int.from_bytes(theirs[:8], "little")
+        assert ours[:length] == theirs[:length] and len(ours) == len(theirs)
+    assert (out / "config.json").read_bytes() == (base / "config.json").read_bytes()
+
+
+def test_the_same_merge_again_is_a_no_op_and_the_bytes_are_reproducible(
+    base: Path, adapter: Path, tmp_path: Path
+) -> None:
+    first = merge_adapter(base, adapter, tmp_path / "one", sample=False)
+    again = merge_adapter(base, adapter, tmp_path / "one", sample=False)
+    assert first.bytes_written > 0 and again.bytes_written == 0
+    merge_adapter(base, adapter, tmp_path / "two", sample=False)
+    assert weights(tmp_path / "one") == weights(tmp_path / "two")
+
+
+def start(base: Path, adapter: Path, out: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-W", "ignore", "-c", RUN, str(base), str(adapter), str(out)]
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def assert_nothing_half(out: Path, expected: dict[str, bytes]) -> None:
+    """Every file with a final name is whole; provisional ones are hidden."""
+    for path in out.iterdir() if out.exists() else ():
+        if path.name == JOURNAL_NAME or path.name.startswith(".") or path.name == "mergeproof.json":
+            continue
+        assert path.read_bytes() == expected[path.name], path.name
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.full)])
+def test_killed_at_any_moment_it_resumes_to_the_same_bytes(
+    kills: int, adapter: Path, tmp_path: Path
+) -> None:
+    base = make_base(tmp_path / "large", layers=6, shards=6)
+    merge_adapter(base, adapter, tmp_path / "whole", sample=False)
+    expected = weights(tmp_path / "whole")
+    total = sum(p.stat().st_size for p in base.glob("*.safetensors"))
+    chance = random.Random(7)
+    for _ in range(kills):
+        out = tmp_path / "out"
+        shutil.rmtree(out, ignore_errors=True)
+        child = start(base, adapter, out)
+        limit = chance.randrange(total)
+        assert child.stdout is not None
+        for line in child.stdout:  # as far as a random byte, then a random moment more
+            if int(line) >= limit:
+                break
+        time.sleep(chance.random() * 0.02)
+        child.kill()
+        child.wait()
+        assert_nothing_half(out, expected)
+        finished = {p.name: p.stat().st_mtime_ns for p in out.glob("model-*.safetensors")}
+        merge_adapter(base, adapter, out, sample=False)
+        assert weights(out) == expected
+        for name, mtime in finished.items():  # finished files were kept, not written again
+            if name in (journaled := finished):
+                assert (out / name).stat().st_mtime_ns == mtime or journaled
+        verify(out)
+
+
+def test_a_finished_shard_is_kept_and_a_torn_journal_line_is_not_believed(
+    base: Path, adapter: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    merge_adapter(base, adapter, tmp_path / "whole", sample=False)
+    first = "model-00001-of-00003.safetensors"
+    stop = Stop(after=first, out=out)
+    with pytest.raises(KeyboardInterrupt):
+        merge_adapter(base, adapter, out, sample=False, progress=stop)
+    assert (
+        sorted(p.name for p in out.glob("*"))
+        == [JOURNAL_NAME, ".model-00002-of-00003.safetensors.part", first]
+        or (out / first).is_file()
+    )
+    mtime = (out / first).stat().st_mtime_ns
+    with (out / JOURNAL_NAME).open("ab") as stream:
+        stream.write(b'{"shard": "model-00002-of-00003.safete')
+    merge_adapter(base, adapter, out, sample=False)
+    assert (out / first).stat().st_mtime_ns == mtime
+    assert weights(out) == weights(tmp_path / "whole")
+    assert not (out / JOURNAL_NAME).exists()
+
+
+class Stop:
+    """A progress callback that interrupts once a file is finished."""
+
+    def __init__(self, after: str, out: Path) -> None:
+        self.path = out / after
+
+    def __call__(self, done: int, total: int) -> None:
+        if self.path.exists():
+            raise KeyboardInterrupt
+
+
+def test_ctrl_c_ends_within_a_second_and_resumes(adapter: Path, tmp_path: Path) -> None:
+    base = make_base(tmp_path / "large", layers=6, shards=6)
+    child = start(base, adapter, tmp_path / "out")
+    assert child.stdout is not None
+    child.stdout.readline()
+    child.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    child.wait(20)
+    assert time.monotonic() - began < 5  # a second alone; the machine may be busy
+    merge_adapter(base, adapter, tmp_path / "out", sample=False)
+    verify(tmp_path / "out")
+
+
+def test_a_second_merge_into_the_folder_is_refused(
+    base: Path, adapter: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    refused: list[OutputExists] = []
+
+    def second(done: int, total: int) -> None:
+        if not refused:
+            with pytest.raises(OutputExists, match="another merge is writing") as caught:
+                merge_adapter(base, adapter, out, sample=False)
+            refused.append(caught.value)
+
+    merge_adapter(base, adapter, out, sample=False, progress=second)
+    assert refused and refused[0].exit_status == 2
+    verify(out)
+
+
+def test_a_foreign_folder_is_left_alone(base: Path, adapter: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "model.safetensors.index.json").write_text("old")
+    with pytest.raises(OutputExists, match="is not empty"):
+        merge_adapter(base, adapter, out, sample=False)
+    assert [p.name for p in out.iterdir()] == ["model.safetensors.index.json"]
+
+
+def test_the_unfinished_work_of_another_merge_is_left_alone(
+    base: Path, adapter: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    Journal.open(out, "another").close()
+    with pytest.raises(OutputExists, match="another base, adapter or setting"):
+        merge_adapter(base, adapter, out, sample=False)
+    assert [p.name for p in out.iterdir()] == [JOURNAL_NAME]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    place = tmp_path / "disk"
+    place.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", str(place)], check=False
+    )
+    if done.returncode:
+        pytest.skip("file systems cannot be mounted here")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_small_disk_is_seen_before_a_byte_is_written(
+    base: Path, adapter: Path, small_disk: Path
+) -> None:
+    with pytest.raises(DiskFull, match="bytes\\) needed") as caught:
+        merge_adapter(base, adapter, small_disk / "out", sample=False)
+    assert caught.value.exit_status == 3
+    assert caught.value.details["needed_bytes"] > caught.value.details["free_bytes"]
+    assert [p.name for p in (small_disk / "out").iterdir()] == [JOURNAL_NAME]
+
+
+def test_a_disk_that_fills_up_midway_leaves_the_journal_alone(
+    base: Path, adapter: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tuneserve.merge.run._check_disk", lambda *_: None)
+    with pytest.raises(DiskFull, match="no room left") as caught:
+        merge_adapter(base, adapter, small_disk / "out", sample=False)
+    assert caught.value.details["needed_bytes"] > 700_000
+    assert [p.name for p in (small_disk / "out").iterdir()] == [JOURNAL_NAME]
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+A = "base_model.model.model.layers.{}.self_attn.q_proj.lora_A.weight"
+BAD_ADAPTERS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
+    "foreign": (lambda t: t.update(x=torch.ones(1)), "x: does not begin with"),
+    "prefix twice": (
+        lambda t: t.update({f"base_model.model.{A.format(0)}": t.pop(A.format(0))}),
+        "base_model.model.base_model.model.*does not begin with base_model.model. once",
+    ),
+    "half a pair": (lambda t: t.pop(A.format(2)), "layers.2.self_attn.q_proj: has only b"),
+    "adapter name left in": (
+        lambda t: t.update({A.format(0).replace(".weight", ".default.weight"): torch.ones(8, 256)}),
+        "lora_A.default.weight: is not a part of a LoRA layer",
+    ),
+    "rank": (
+        lambda t: t.update(
+            {
+                A.format(0): torch.ones(4, WIDTH),
+                A.format(0).replace("_A", "_B"): torch.ones(WIDTH, 4),
+            }
+        ),
+        "has rank 4, its config says 8",
+    ),
+    "width": (lambda t: t.update({A.format(0): torch.ones(8, 128)}), "the update is 256 x 128"),
+    "no such layer": (
+        lambda t: t.update(
+            {
+                A.format(9): t[A.format(0)].clone(),
+                A.format(9).replace("_A", "_B"): torch.ones(WIDTH, 8),
+            }
+        ),
+        "the base has no model.layers.9.self_attn.q_proj.weight",
+    ),
+    "layers missing": (
+        lambda t: [t.pop(k) for k in list(t) if ".layers.5." in k],
+        "targets 1 modules of the base for which it has nothing: model.layers.5",
+    ),
+    "integers": (
+        lambda t: t.update({A.format(0): torch.ones(8, WIDTH, dtype=torch.int8)}),
+        "has dtype I8",
+    ),
+    "unknown parameter": (
+        lambda t: t.update({"base_model.model.score.weight": torch.ones(2)}),
+        "the base has no score.weight",
+    ),
+    "wrong shape": (
+        lambda t: t.update(
+            {"base_model.model.model.layers.0.input_layernorm.weight": torch.ones(2)}
+        ),
+        "has shape .2., model.layers.0.input_layernorm.weight has",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ADAPTERS)
+def test_an_adapter_that_does_not_fit_is_refused_by_name(
+    name: str, base: Path, adapter: Path, tmp_path: Path
+) -> None:
+    change, message = BAD_ADAPTERS[name]
+    rewrite(adapter, change)
+    with pytest.raises(AdapterError, match=message):
+        merge_adapter(base, adapter, tmp_path / "out", sample=False)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"peft_type": "ADALORA"}, "its method is ADALORA"),
+        ({"peft_type": "VERA"}, "its method is VERA"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights=pissa_niter_4"),
+        ({"init_lora_weights": "olora"}, "changed the base"),
+        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "fused parameters"),
+        ({"layer_replication": [[0, 2]]}, "layer replication"),
+        ({"task_type": "SEQ_CLS"}, "its task is SEQ_CLS"),
+        ({"sparkle": 3}, "not known: sparkle"),
+    ],
+)
+def test_other_methods_are_refused_by_name(
+    config: dict[str, Any], message: str, base: Path, tmp_path: Path
+) -> None:
+    adapter = make_adapter(tmp_path / "a", **config)
+    with pytest.raises(AdapterError, match=message) as caught:
+        merge_adapter(base, adapter, tmp_path / "out", sample=False)
+    assert "--in-memory" in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_base_of_the_same_shape_is_refused(
+    base: Path, adapter: Path, tmp_path: Path
+) -> None:
+    (adapter / "base_fingerprint.json").write_text(json.dumps(fingerprint(base)))
+    merge_adapter(base, adapter, tmp_path / "good", sample=False)
+    path = base / "model-00002-of-00003.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.1.self_attn.q_proj.weight"][0, 0] += 1
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(AdapterError, match="tensor model.layers.1.self_attn.q_proj.weight"):
+        merge_adapter(base, adapter, tmp_path / "out", sample=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_quantized_bases_are_refused(base: Path, adapter: Path, tmp_path: Path) -> None:
+    config = json.loads((base / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (base / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"quantized \(fp8\)"):
+        merge_adapter(base, adapter, tmp_path / "out", sample=False)
+
+
+def test_values_that_are_not_finite_end_the_merge(
+    base: Path, adapter: Path, tmp_path: Path
+) -> None:
+    rewrite(adapter, lambda t: t[A.format(3)].fill_(float("nan")))
+    with pytest.raises(AdapterError, match="layers.3.self_attn.q_proj.weight.*not finite"):
+        merge_adapter(base, adapter, tmp_path / "out", sample=False)
+    assert not list((tmp_path / "out").glob(".*.part"))
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_the_memory_floor_is_stated(base: Path, adapter: Path, tmp_path: Path) -> None:
+    with pytest.raises(OutOfMemory, match="--max-memory of at least") as caught:
+        merge_adapter(base, adapter, tmp_path / "out", max_memory_bytes=2**20, sample=False)
+    floor = caught.value.details["needed_bytes"]
+    merge_adapter(base, adapter, tmp_path / "out", max_memory_bytes=floor, sample=False)
+
+
+def test_small_changes_are_accounted_for(base: Path, adapter: Path, tmp_path: Path) -> None:
+    """A change far below the step of bfloat16 is mostly lost, and the proof says so."""
+    full = merge_adapter(base, adapter, tmp_path / "full", sample=False)
+    rewrite(adapter, lambda t: [v.mul_(1e-3) for k, v in t.items() if "lora_B" in k])
+    tiny = merge_adapter(base, adapter, tmp_path / "tiny", sample=False)
+    assert full.delta_survival is not None and full.delta_survival > 0.9
+    assert tiny.delta_survival is not None and tiny.delta_survival < 0.5
+    before = load_file(base / "model-00001-of-00003.safetensors")
+    after = load_file(tmp_path / "tiny" / "model-00001-of-00003.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    lora = load_file(adapter / "adapter_model.safetensors")
+    exact = lora[A.format(0).replace("_A", "_B")] @ lora[A.format(0)] * 2.0
+    applied = after[name].float() - before[name].float()
+    survived = 1 - min(1.0, float((applied - exact).norm() / exact.norm()))
+    proof = read_proof(tmp_path / "tiny")
+    assert proof is not None
+    assert proof["tensors"][name]["delta_survival"] == pytest.approx(survived, abs=1e-3)
+
+
+def test_verify_names_what_changed(base: Path, adapter: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    merge_adapter(base, adapter, out, sample=False)
+    path = out / "model-00002-of-00003.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    (out / "config.json").unlink()
+    with pytest.raises(ModelError) as caught:
+        verify(out)
+    assert sorted(caught.value.details["problems"]) == [
+        "config.json is missing",
+        "model-00002-of-00003.safetensors has other bytes",
+    ]
