@@ -96,8 +96,8 @@ def test_saved_bytes_by_hand() -> None:
     target = tuple(linear for linear in arch.linears if linear.name == "q_proj")
     step = Step(1, 4, target, 2, False)
     assert saved_bytes_per_token(arch, step) == 72 + 16 + 48 + 96 + 4
-    # With a mask keys and values are repeated for both heads, beside one original.
-    assert saved_bytes_per_token(arch, replace(step, padded=True)) == 72 + 16 + 72 + 96 + 4
+    # With a mask keys and values are repeated for both heads.
+    assert saved_bytes_per_token(arch, replace(step, padded=True)) == 72 + 16 + 64 + 96 + 4
 
 
 def test_each_choice_moves_the_peak_the_right_way() -> None:

@@ -186,12 +186,12 @@ def repaired_generation_config(config: dict[str, Any]) -> tuple[dict[str, Any], 
     if sampling and mended.get("do_sample") is not True:
         mended["do_sample"] = True
         changes.append(f"do_sample set to true, because {', '.join(sampling)} are set")
-    if mended.get("temperature") == 0:  # refused with sampling on; vLLM reads it as greedy
-        mended.pop("temperature")
-        mended["do_sample"] = False
+    if mended.get("temperature") == 0:
+        # transformers refuses to sample with 0; vLLM, without a temperature, would sample with 1.
         for name in sampling:
             mended.pop(name, None)
-        changes = ["temperature 0 means greedy: do_sample set to false, sampling flags removed"]
+        mended.update(do_sample=True, top_k=1)
+        changes = ["temperature 0 means greedy: written as top_k 1, which every engine understands"]
     if mended.get("num_beams") in (None, 1):
         for name, off in _BEAM_OFF.items():
             if mended.get(name) not in (None, off):

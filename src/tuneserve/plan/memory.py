@@ -182,23 +182,29 @@ def saved_bytes_per_token(arch: Arch, step: Step) -> int:
     return total
 
 
+def _masked(arch: Arch, step: Step) -> bool:
+    """Whether attention gets a mask: for padded rows, and in Phi-3's module always."""
+    return step.padded or arch.model_type == "phi3"
+
+
 def _query_key_value(arch: Arch, step: Step) -> int:
     """Elements of q, k and v as attention keeps them, per token.
 
-    A mask makes the kernel want keys and values repeated for all heads, beside the originals; one
-    fused projection keeps its whole output alive as well.
+    Beside a mask the kernel wants keys and values repeated for all heads. Phi-3's dropouts keep one
+    hidden state even at probability zero.
     """
-    fused = any(linear.name == "qkv_proj" for linear in arch.linears)
-    if step.padded or fused:
-        return 3 * arch.query + arch.key_value + (arch.query if fused else 0)
-    return arch.query + 2 * arch.key_value
+    dropouts = arch.hidden if arch.model_type == "phi3" else 0
+    shared = arch.query if _masked(arch, step) else arch.key_value
+    return arch.query + 2 * shared + dropouts
 
 
 def _attention_bytes(arch: Arch, step: Step) -> int:
-    """Attention scores (eager only) and the mask of padded rows."""
+    """Attention scores (eager), or their logarithmic sums and the mask in the scores' type."""
     square = step.tokens * step.length
-    scores = 6 * arch.heads * square if step.attention == "eager" else 4 * arch.heads * step.tokens
-    return scores + (3 * square if step.padded else 0)
+    if step.attention == "eager":
+        return (4 + step.element_bytes) * arch.heads * square
+    mask = step.element_bytes * square if _masked(arch, step) else 0
+    return 4 * arch.heads * step.tokens + mask
 
 
 def _mlp_gradient_bytes(arch: Arch, step: Step) -> int:
