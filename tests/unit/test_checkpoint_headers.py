@@ -54,7 +54,7 @@ FAULTS: dict[str, tuple[Any, int, str]] = {
     "negative": ({"a": entry("U8", [-1], 0, 1)}, 1, "tensor a: .*whole numbers"),
     "no shape": ({"a": {"dtype": "U8", "data_offsets": [0, 1]}}, 1, "tensor a: its entry"),
     "twice": (b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a":{}}', 1, "a occur twice"),
-    "not json": (b"{", 0, "not usable JSON"),
+    "not json": (b"{{", 0, "not usable JSON"),
     "a list": (b"[]", 0, "a JSON list"),
 }
 

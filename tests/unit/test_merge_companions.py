@@ -1,4 +1,4 @@
-"""Small files of a merged folder: which source wins, what is repaired, what is refused. No torch."""
+"""Small files of a merged folder: which source wins, what is repaired, what is refused."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def _merge_and_save(base: Path, adapter: Path, part: Path) -> None:
 
     model = AutoModelForCausalLM.from_pretrained(base, dtype="auto", local_files_only=True)
     try:
-        merged = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload(safe_merge=True)
+        merged = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
     except (ValueError, RuntimeError, NotImplementedError, TypeError, KeyError) as error:
         raise AdapterError(f"{adapter}: PEFT cannot merge it: {error}") from error
     bad = [n for n, p in merged.named_parameters() if not bool(torch.isfinite(p).all())]

@@ -180,7 +180,7 @@ def _stream(job: Job, journal: Journal, progress: Callable[[int, int], None] | N
             journal.discard_all()
             error.details["needed_bytes"] = sum(sizes.values())
             raise
-        except AdapterError:
+        except BaseException:
             journal.discard_parts()
             raise
     return total
