@@ -22,6 +22,7 @@ from tuneserve.plan.memory import Step, train_peak
 
 GIB = 2**30
 FILE = "h200_qlora_step.json"
+RESULT = Path(__file__).with_name("results") / "plan.json"
 
 # Of the measurements' README: 28 layers, hidden 3584, vocabulary 152,064.
 QWEN2_7B = {
@@ -73,7 +74,7 @@ def errors(pairs: list[tuple[float, float]]) -> dict[str, Any]:
 def main() -> None:
     """Compare and print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="the same: it takes no time")
+    parser.add_argument("--quick", action="store_true", help="the same, but write no result")
     parser.add_argument("--measurements", type=Path, help=f"folder with {FILE}")
     options = parser.parse_args()
     folder = options.measurements or Path(
@@ -90,6 +91,7 @@ def main() -> None:
     fitted: list[tuple[float, float]] = []
     held_out: list[tuple[float, float]] = []
     allocated: list[tuple[float, float]] = []
+    points: list[dict[str, Any]] = []
     print(f"{'base':<8}{'step':<28}{'r':>4} {'checkpoints':<12}{'predicted':>10}{'measured':>10}")
     for row in rows:
         if "liger" not in row["peer"]:
@@ -98,6 +100,10 @@ def main() -> None:
         (fitted if row["gc"] else held_out).append((reserved, row["peak_reserved"]))
         allocated.append((alloc, row["peak_alloc"]))
         error = reserved / row["peak_reserved"] - 1
+        setting = {name: row[name] for name in ("kind", "peer", "b", "s", "r", "targets", "gc")}
+        points.append(
+            {**setting, "predicted": round(reserved, 3), "measured": round(row["peak_reserved"], 3)}
+        )
         print(
             f"{row['kind']:<8}{row['peer']:<28}{row['r']:>4} {'yes' if row['gc'] else 'no':<12}"
             f"{reserved:>10.2f}{row['peak_reserved']:>10.2f} GiB {error:+.1%}"
@@ -109,6 +115,10 @@ def main() -> None:
         "allocated": errors(allocated),
         "not_compared": sum("liger" not in row["peer"] for row in rows),
     }
+    if not options.quick:
+        RESULT.parent.mkdir(exist_ok=True)
+        about = {"machine": "one NVIDIA H200", "measured": FILE, "points_gib": points}
+        RESULT.write_text(json.dumps({**result, **about}, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(result))
 
 

@@ -94,7 +94,7 @@ def _smaller_steps(step: Step) -> Iterator[tuple[str, str, Step, str]]:
     if not step.checkpointing:
         smaller = replace(step, checkpointing=True)
         yield "train.gradient_checkpointing", "true", smaller, "a third more time"
-    if step.optimizer != "paged_adamw_8bit":
+    if step.gpu and step.optimizer != "paged_adamw_8bit":
         smaller = replace(step, optimizer="paged_adamw_8bit")
         yield "train.optimizer", "paged_adamw_8bit", smaller, "the same result"
     if not step.quantized:

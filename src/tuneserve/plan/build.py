@@ -293,7 +293,7 @@ def _choose_step(
         quantized=train.method == "qlora",
         accumulation=batch,
         checkpointing=train.gradient_checkpointing,
-        optimizer=train.optimizer,
+        optimizer=train.optimizer if on_gpu else "adamw_torch",  # the 8-bit ones are for GPUs
         attention=train.attention,
         dropout=train.lora.dropout > 0,
         dora=train.lora.use_dora,
