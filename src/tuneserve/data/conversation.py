@@ -14,9 +14,13 @@ from tuneserve.data.formats import Conversation
 _PLACEHOLDER = re.compile(r"\{\{\s*[\w.\- ]+\s*\}\}")
 # What broken exports write for "no value": str(None), JavaScript's null, pandas' NaN.
 _NULLS = {"None", "null", "NULL", "Null", "nan", "NaN"}
-# Characters without width: separators, joiners, directional marks, the BOM, the soft hyphen.
-_INVISIBLE = re.compile("[\\s\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180e\u200b-\u200f"
-                        "\u202a-\u202e\u2060-\u206f\u2800\u3164\ufe00-\ufe0f\ufeff\uffa0]+")  # fmt: skip
+# White space and characters without width: separators, joiners, directional marks, the BOM, the soft hyphen.
+_UNSEEN = (
+    "\\s\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180e\u200b-\u200f\u202a-\u202e\u2060-\u206f"
+    "\u2800\u3164\ufe00-\ufe0f\ufeff\uffa0"
+)
+_INVISIBLE = re.compile(f"[{_UNSEEN}]+")
+_VISIBLE = re.compile(f"[^{_UNSEEN}]")
 _AFTER: dict[str, tuple[str, ...]] = {
     "": ("system", "user"),
     "system": ("user",),
@@ -29,7 +33,7 @@ _AFTER: dict[str, tuple[str, ...]] = {
 
 def is_blank(text: str | None) -> bool:
     """Whether nothing of a text is visible: empty, white space, or characters without width."""
-    return not text or not _INVISIBLE.sub("", text)
+    return not text or not _VISIBLE.search(text)
 
 
 def check(conversation: Conversation) -> None:
@@ -156,14 +160,14 @@ def _defused(match: re.Match[str]) -> str:
 
 def normalized(message: dict[str, Any]) -> str:
     """A message's text without what makes no difference: white space, case, key order of arguments."""
-    text = " ".join((message["content"] or "").split())
+    text = " ".join((message["content"] or "").split()).casefold()
     if not text.isascii():
         text = " ".join(_INVISIBLE.sub(" ", unicodedata.normalize("NFC", text)).split())
     for call in message.get("tool_calls", []):
         function = call["function"]
         arguments = json.dumps(json.loads(function["arguments"]), sort_keys=True)
         text += f"\0{function['name']}\0{arguments}"
-    return f"{message['role']}\0{text.casefold()}"
+    return f"{message['role']}\0{text}"
 
 
 def digests(conversation: Conversation) -> tuple[bytes, bytes]:

@@ -81,10 +81,10 @@ class Engine:
             table[id] = text.encode()
         return table
 
-    def encode_batch(self, texts: list[str]) -> list[Ids]:
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """The ids of rendered texts; nothing is added, since templates write BOS themselves."""
         encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+        return [encoding.ids for encoding in encodings]
 
     def encode(self, text: str) -> Encoding:
         """One text with offsets."""

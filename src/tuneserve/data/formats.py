@@ -45,12 +45,14 @@ class Conversation:
         messages: OpenAI messages; content is always a string, or None beside tool calls.
         tools: OpenAI tools, or None.
         trained: Per message, whether its tokens may be supervised (false: weight 0).
+        has_tools: Whether tools are listed, called or answering.
         warnings: Codes of level warning.
     """
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
     trained: list[bool] = field(default_factory=list)
+    has_tools: bool = False
     warnings: list[str] = field(default_factory=list)
 
 
@@ -361,8 +363,11 @@ def _add_system(row: dict[str, Any], messages: list[dict[str, Any]], trained: li
 def _finish(
     row: dict[str, Any], messages: list[dict[str, Any]], trained: list[bool]
 ) -> Conversation:
-    conversation = Conversation(messages, _tools(row), trained)
+    tools = _tools(row)
+    has_tools = bool(tools) or any(message["role"] == "tool" for message in messages)
+    conversation = Conversation(messages, tools, trained, has_tools)
     if any("tool_calls" in message for message in messages):
+        conversation.has_tools = True
         _number_calls(conversation)
     return conversation
 

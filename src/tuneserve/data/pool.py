@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 
+from tuneserve.data.engine import Engine
 from tuneserve.data.readers import Block
 from tuneserve.data.worker import Result, Settings, Worker
 from tuneserve.errors import OutOfMemory
@@ -30,7 +31,9 @@ def process_count(total_bytes: int, wanted: int | None) -> int:
     return min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
 
 
-def run_blocks(blocks: Iterable[Block], settings: Settings, processes: int) -> Iterator[Result]:
+def run_blocks(
+    blocks: Iterable[Block], settings: Settings, processes: int, engine: Engine
+) -> Iterator[Result]:
     """Results in the order of the blocks.
 
     Raises:
@@ -39,7 +42,7 @@ def run_blocks(blocks: Iterable[Block], settings: Settings, processes: int) -> I
     # One thread a process: the processes are the parallelism.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     if processes == 1:
-        yield from map(Worker(settings), blocks)
+        yield from map(Worker(settings, engine), blocks)
         return
     # Spawned, not forked: a fork of a process with threads may inherit a held lock.
     with concurrent.futures.ProcessPoolExecutor(

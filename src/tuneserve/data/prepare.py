@@ -35,14 +35,14 @@ _CHILD_SECONDS = 600
 class Prepared:
     """The tokenizer, proven to be the one the server will use.
 
-    `tools_added`: the template shows no tools by itself, and `template` has a prelude for them.
+    `tool_template` renders conversations with tools; it is `template` itself where that shows them.
     """
 
     backend: str
     template: ChatTemplate
     engine: Engine
     facts: TemplateFacts
-    tools_added: bool
+    tool_template: ChatTemplate
     stop_ids: frozenset[int]
     vocab_rows: int
 
@@ -110,15 +110,13 @@ def finish_tokenizer(context: StageContext, child: subprocess.Popen[str]) -> Pre
         write_json_atomic(context.out / TOKENIZER / "generation_config.json", generation)
     for note in facts.notes:
         log.info("template: %s", note)
-    extended = add_tools(template) or template
-    return Prepared(
-        backend, extended, engine, facts, extended is not template, frozenset(stops), vocab_rows
-    )
+    tool_template = add_tools(template) or template
+    return Prepared(backend, template, engine, facts, tool_template, frozenset(stops), vocab_rows)
 
 
 def save_tool_template(context: StageContext, prepared: Prepared) -> None:
     """Make the template with the tools' prelude the one that is passed on."""
-    source = prepared.template.sources["default"]
+    source = prepared.tool_template.sources["default"]
     replace_template(context.out / TOKENIZER, source)
     prepared.facts.notes.append(
         "the base's template shows no tools; a prelude that writes them was put before it (the format "

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import shutil
+import time
 from collections import Counter
 from pathlib import Path
 from typing import IO, Any
@@ -52,6 +53,7 @@ def run(context: StageContext) -> dict[str, Any]:
         discard_tokenizer(context, child)
         raise
     prepared = finish_tokenizer(context, child)
+    started = time.monotonic()
     findings = Findings(sources)
     quarantine_path = context.out / QUARANTINE
     with (
@@ -65,10 +67,11 @@ def run(context: StageContext) -> dict[str, Any]:
         except DataError as error:
             quarantine.flush()
             raise _with_quarantine(error, context, quarantine_path, findings) from error
-        if prepared.tools_added and findings.tool_rows:
+        row_seconds = time.monotonic() - started
+        if prepared.tool_template is not prepared.template and findings.tool_rows:
             save_tool_template(context, prepared)
         metrics = write_report(context, prepared, spill, findings, side_of_row)
-    return {**metrics, "tokenizer": TOKENIZER}
+    return {**metrics, "tokenizer": TOKENIZER, "row_seconds": round(row_seconds, 3)}
 
 
 def settings_of(context: StageContext, sources: Sources, prepared: Prepared) -> Settings:
@@ -77,6 +80,7 @@ def settings_of(context: StageContext, sources: Sources, prepared: Prepared) -> 
     return Settings(
         backend=prepared.backend,
         sources=prepared.template.sources,
+        tool_sources=prepared.tool_template.sources,
         variables=prepared.template.variables,
         stop_ids=prepared.stop_ids,
         vocab_rows=prepared.vocab_rows,
@@ -103,7 +107,7 @@ def _first_pass(
     settings = settings_of(context, sources, prepared)
     finished_bytes, last_file, last_bytes = 0, 0, 0
     with Progress("validate", total=None, unit="row") as progress:
-        for result in run_blocks(sources.blocks(), settings, processes):
+        for result in run_blocks(sources.blocks(), settings, processes, prepared.engine):
             if result.file != last_file:
                 finished_bytes, last_file = finished_bytes + last_bytes, result.file
             last_bytes = result.read_bytes

@@ -13,8 +13,10 @@ tokens, with nothing around them that the template does not put around every ans
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain, pairwise
 from typing import Any
 
 import jinja2
@@ -169,7 +171,11 @@ def _check_present(piece: Piece) -> None:
 
 
 class Supervisor:
-    """Tokenizes pieces and proves the result."""
+    """Tokenizes pieces and proves the result.
+
+    Where the tokenizer is byte-level and the ids decode to the text byte for byte (nearly always), all rows
+    of a call are worked on at once; the others take the slower way over offsets.
+    """
 
     def __init__(self, engine: Engine, template: ChatTemplate, frames: Frames) -> None:
         self.engine, self.template, self.frames = engine, template, frames
@@ -177,75 +183,178 @@ class Supervisor:
 
     def tokenize(self, pieces: list[Piece]) -> list[TokenRow | RowError]:
         """One result per piece, in order."""
-        results: list[TokenRow | RowError] = []
-        for piece, ids in zip(
-            pieces, self.engine.encode_batch([piece.text for piece in pieces]), strict=True
-        ):
-            try:
-                results.append(self._supervise(piece, ids))
-            except RowError as error:
-                results.append(error)
-        return results
+        lists = self.engine.encode_batch([piece.text for piece in pieces])
+        results: list[TokenRow | RowError | None] = [None] * len(pieces)
+        exact: list[int] = []
+        data = [piece.text.encode() for piece in pieces]
+        table = self.engine.bytes_of
+        if table is not None:
+            flat = chain.from_iterable(lists)
+            if b"".join(map(table.__getitem__, flat)) == b"".join(data):
+                exact = list(range(len(pieces)))
+            else:
+                exact = [
+                    i
+                    for i, ids in enumerate(lists)
+                    if b"".join(map(table.__getitem__, ids)) == data[i]
+                ]
+        made = self._exact(
+            [pieces[i] for i in exact], [lists[i] for i in exact], [data[i] for i in exact]
+        )
+        for index, row in zip(exact, made, strict=True):
+            results[index] = row
+        for index, piece in enumerate(pieces):
+            if results[index] is None:
+                try:
+                    results[index] = self._by_offsets(piece, np.array(lists[index], np.int32))
+                except RowError as error:
+                    results[index] = error
+        return [result for result in results if result is not None]
 
-    def _supervise(self, piece: Piece, ids: Ids) -> TokenRow:
-        check_range(ids, self.engine.vocab_rows)
+    def _exact(
+        self, pieces: list[Piece], lists: list[list[int]], data: list[bytes]
+    ) -> list[TokenRow | RowError]:
+        """Rows whose ids decode to their bytes, as one long array."""
+        if not pieces:
+            return []
+        engine = self.engine
+        assert engine.lengths is not None
+        ids = np.fromiter(chain.from_iterable(lists), dtype=np.int32)
+        starts = np.zeros(len(lists) + 1, dtype=np.int64)
+        np.cumsum([len(row) for row in lists], out=starts[1:])
+        if int(ids.max(initial=0)) >= min(engine.vocab_rows, len(engine.lengths)):
+            return [self._out_of_range(row) or self._exact([p], [row], [d])[0]
+                    for p, row, d in zip(pieces, lists, data, strict=True)]  # fmt: skip
+        ends = np.cumsum(engine.lengths[ids])
+        errors = self._whole_row_errors(pieces, ids, starts)
+        spans = _Spans(
+            data=b"".join(data),
+            ids=ids,
+            ends=ends,
+            starts=starts,
+            added=np.flatnonzero(engine.is_added[ids]),
+            stops=np.flatnonzero(engine.is_stop[ids]),
+        )
+        change = np.zeros(len(ids) + 1, dtype=np.int8)
+        byte_start = 0
+        for row, piece in enumerate(pieces):
+            ascii_text = len(data[row]) == len(piece.text)
+            for cut, number in piece.cuts:
+                if row in errors:
+                    break
+                place = cut if ascii_text else len(piece.text[:cut].encode())
+                try:
+                    begin, end = self._span(spans, row, byte_start + place, piece, number)
+                except RowError as error:
+                    errors[row] = error
+                    break
+                change[begin] += 1
+                change[end + 1] -= 1
+            byte_start += len(data[row])
+        mask = np.cumsum(change[:-1]).astype(bool)
+        edges = starts.tolist()
+        return [
+            errors.get(row) or TokenRow(ids[begin:end], mask[begin:end])
+            for row, (begin, end) in enumerate(pairwise(edges))
+        ]
+
+    def _out_of_range(self, row: list[int]) -> RowError | None:
+        try:
+            check_range(np.array(row, dtype=np.int32), self.engine.vocab_rows)
+        except RowError as error:
+            return error
+        return None
+
+    def _whole_row_errors(
+        self, pieces: list[Piece], ids: Ids, starts: npt.NDArray[np.int64]
+    ) -> dict[int, RowError]:
+        """Control tokens and BOS, counted for all rows at once."""
+        errors: dict[int, RowError] = {}
+        sums = np.zeros(len(ids) + 1, dtype=np.int64)
+        np.cumsum(self.engine.is_control[ids], out=sums[1:])
+        counts = (sums[starts[1:]] - sums[starts[:-1]]).tolist()
+        for row, (piece, found) in enumerate(zip(pieces, counts, strict=True)):
+            wanted = self._control_count(piece)
+            if wanted is not None and found != wanted:
+                errors[row] = _wrong_controls(found, wanted)
         bos = self.engine.bos_id
+        if bos is not None:
+            twice = np.flatnonzero(ids[:-1] == bos)
+            for at in twice[ids[twice + 1] == bos]:
+                row = int(np.searchsorted(starts, at))
+                if starts[row] == at:
+                    errors[row] = _double_bos(bos)
+        return errors
+
+    def _span(
+        self, spans: _Spans, row: int, cut: int, piece: Piece, number: int
+    ) -> tuple[int, int]:
+        """First and last supervised token of an answer that begins at byte `cut` of all rows' bytes."""
+        engine, first = self.engine, int(spans.starts[row])
+        before = int(spans.ends.searchsorted(cut))  # the token that ends at or behind the cut
+        if spans.ends[before] != cut:
+            raise _mismatch(number, before - first)
+        begin = before + 1
+        anchor_at = int(spans.added.searchsorted(begin)) - 1
+        anchor = int(spans.added[anchor_at]) if anchor_at >= 0 else -1
+        if anchor >= first:
+            own = engine.tail_ids(int(spans.ids[anchor]), spans.data[int(spans.ends[anchor]) : cut])
+        else:
+            anchor = first - 1
+            byte_first = int(spans.ends[first - 1]) if first else 0
+            own = engine.tail_ids(-1, spans.data[byte_first:cut])
+        _compare(own, spans.ids[anchor + 1 : begin].tolist(), number, anchor + 1 - first)
+        stop_at = int(spans.stops.searchsorted(begin))
+        if stop_at == len(spans.stops) or spans.stops[stop_at] >= spans.starts[row + 1]:
+            raise _no_end(number)
+        end = int(spans.stops[stop_at])
+        self._prove_answer(piece, number, spans.data[cut : int(spans.ends[end])].decode())
+        return begin, end
+
+    def _by_offsets(self, piece: Piece, ids: Ids) -> TokenRow:
+        """One row of a tokenizer that is not byte-level, or that normalizes the text."""
+        engine, text = self.engine, piece.text
+        check_range(ids, engine.vocab_rows)
+        encoding = engine.encode(text)
+        if encoding.ids != ids.tolist():
+            raise RowError("supervision_mismatch", "the tokenizer gives different ids each time")
+        if engine.unknown_id is not None and (ids == engine.unknown_id).any():
+            begin, end = encoding.offsets[int((ids == engine.unknown_id).argmax())]
+            shown = text[begin:end]
+            raise RowError("unknown_token", f"the tokenizer has no token for {shown[:20]!r}")
+        bos = engine.bos_id
         if bos is not None and len(ids) > 1 and ids[0] == bos and ids[1] == bos:
-            raise RowError("double_bos", f"the row begins with token {bos} (BOS) twice")
-        layout = _Layout.of(self.engine, piece.text, ids)
-        self._check_controls(piece, ids)
+            raise _double_bos(bos)
+        wanted = self._control_count(piece)
+        found = int(np.count_nonzero(engine.is_control[ids]))
+        if wanted is not None and found != wanted:
+            raise _wrong_controls(found, wanted)
+        offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        stops = np.flatnonzero(engine.is_stop[ids])
         mask = np.zeros(len(ids), dtype=bool)
-        stops = np.flatnonzero(self.engine.is_stop[ids])
         for cut, number in piece.cuts:
-            begin = layout.token_at(cut, number)
-            self._prove_prompt(piece.text[:cut], layout, begin, number)
-            at = np.searchsorted(stops, begin)
+            own = engine.encode(text[:cut]).ids
+            begin = len(own)
+            _compare(own, ids[:begin].tolist(), number, 0)
+            at = int(stops.searchsorted(begin))
             if at == len(stops):
-                raise RowError("no_end_token", f"turn {number + 1} does not end with a stop token")
+                raise _no_end(number)
             end = int(stops[at])
-            self._prove_answer(piece, number, cut, layout, begin, end)
+            answer = text[cut : int(offsets[end, 1])]
+            decoded = engine.decode(ids[begin : end + 1])
+            if not _same(decoded, answer):
+                raise _not_the_turn(number, decoded)
+            self._prove_answer(piece, number, answer)
             mask[begin : end + 1] = True
         return TokenRow(ids, mask)
 
-    def _prove_prompt(self, prompt: str, layout: _Layout, begin: int, number: int) -> None:
-        """The prompt's own ids must be the first `begin` ids of the row."""
-        engine, ids = self.engine, layout.ids
-        added = np.flatnonzero(engine.is_added[ids[:begin]])
-        anchor = int(added[-1]) if len(added) and layout.exact else -1
-        if anchor >= 0:
-            before = int(ids[anchor])
-            own = engine.tail_ids(
-                before, layout.data[int(layout.ends[anchor]) : layout.byte(prompt)]
-            )
-        else:
-            before = -1
-            own = engine.tail_ids(before, prompt.encode())
-        found = ids[anchor + 1 : begin].tolist()
-        if own != found:
-            pairs = enumerate(zip(own, found, strict=False))
-            at = next((i for i, (a, b) in pairs if a != b), min(len(own), len(found)))
-            raise _mismatch(number, anchor + 1 + at)
-
-    def _prove_answer(
-        self, piece: Piece, number: int, cut: int, layout: _Layout, begin: int, end: int
-    ) -> None:
-        text = layout.text_between(begin, end, cut)
-        if text is None:
-            raise RowError(
-                "supervision_mismatch",
-                f"turn {number + 1}: the supervised tokens decode to "
-                f"{self.engine.decode(layout.ids[begin : end + 1])[:80]!r}",
-                path=("messages", number),
-            )
+    def _prove_answer(self, piece: Piece, number: int, text: str) -> None:
+        """The text of the supervised tokens must be the answer in the template's frame."""
         message = piece.messages[number]
         if "tool_calls" not in message and "reasoning" not in message:
-            if self.frames.fits(text, message["content"]):
-                return
-            raise RowError(
-                "supervision_mismatch",
-                f"turn {number + 1}: the supervised tokens say {text[:80]!r}, which is not the turn",
-                path=("messages", number),
-            )
+            if not self.frames.fits(text, message["content"]):
+                raise _not_the_turn(number, text)
+            return
         squeezed = _squeeze(text)
         for call in message.get("tool_calls", []):
             if call["function"]["name"] not in text:
@@ -256,12 +365,14 @@ class Supervisor:
                 text = f"turn {number + 1}: the supervised tokens lack {part[:60]!r}"
                 raise RowError("supervision_mismatch", text, path=("messages", number))
 
-    def _check_controls(self, piece: Piece, ids: Ids) -> None:
-        """As many control ids as the template writes for such roles, so none comes from a text."""
+    def _control_count(self, piece: Piece) -> int | None:
+        """How many control tokens the template writes for such roles; None where calls decide it."""
         messages = piece.messages[: piece.count]
         if piece.tools or any("tool_calls" in message for message in messages):
-            return  # their number depends on the calls; the texts were searched
-        key = tuple((m["role"], "reasoning" in m) for m in messages)
+            return None  # the texts were searched for them
+        key = tuple([message["role"] if len(message) == 2 else "?" for message in messages])
+        if "?" in key:
+            key = tuple((m["role"], "reasoning" in m) for m in messages)
         wanted = self._controls.get(key)
         if wanted is None:
             plain = [{k: v if k == "role" else "x" for k, v in m.items()} for m in messages]
@@ -269,94 +380,75 @@ class Supervisor:
             wanted = int(np.count_nonzero(self.engine.is_control[np.array(bare.ids)]))
             if len(self._controls) < 4096:
                 self._controls[key] = wanted
-        found = int(np.count_nonzero(self.engine.is_control[ids]))
-        if found != wanted:
-            text = f"{found} control tokens in the row, but the template writes {wanted}"
-            raise RowError("control_token", text)
+        return wanted
+
+
+@dataclass(frozen=True, slots=True)
+class _Spans:
+    """Rows one after another.
+
+    Attributes:
+        data: Bytes of all texts.
+        ids: Ids of all rows.
+        ends: Per id, where its bytes end in `data`.
+        starts: Per row, its first index in `ids`; one more at the end.
+        added, stops: Indices of added tokens and of stop tokens.
+    """
+
+    data: bytes
+    ids: Ids
+    ends: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]
+    added: npt.NDArray[np.int64]
+    stops: npt.NDArray[np.int64]
+
+
+def _compare(own: list[int], found: list[int], number: int, first: int) -> None:
+    """The prompt's own ids must be those in the row; `first` is the index of the first one."""
+    if own != found:
+        pairs = enumerate(zip(own, found, strict=False))
+        at = next((i for i, (a, b) in pairs if a != b), min(len(own), len(found)))
+        raise _mismatch(number, first + at)
 
 
 def _mismatch(number: int, index: int) -> RowError:
     return RowError(
         "prefix_mismatch",
-        f"turn {number + 1}: the prompt's ids are not the beginning of the row's ids; the first index that "
-        f"differs is {index}",
+        f"turn {number + 1}: the prompt's ids are not the beginning of the row's ids; the first index "
+        f"that differs is {index}",
         path=("messages", number),
     )
 
 
-class _Layout:
-    """Where each token of a row lies in the row's text.
+def _no_end(number: int) -> RowError:
+    text = f"turn {number + 1} does not end with a stop token"
+    return RowError("no_end_token", text, path=("messages", number))
 
-    `exact`: the ids decode to the text byte for byte, and `ends` are ends in bytes. Otherwise (tokenizers
-    that are not byte-level, or that normalize) offsets come from a second encoding, in characters.
-    """
 
-    def __init__(self, engine: Engine, text: str, ids: Ids) -> None:
-        self.engine, self.text, self.ids = engine, text, ids
-        self.data = text.encode()
-        self.ascii = len(self.data) == len(text)
-        self.exact = False
-        self.ends: npt.NDArray[np.int64]
-        self.starts: npt.NDArray[np.int64]
+def _not_the_turn(number: int, text: str) -> RowError:
+    return RowError(
+        "supervision_mismatch",
+        f"turn {number + 1}: the supervised tokens say {text[:80]!r}, which is not the turn",
+        path=("messages", number),
+    )
 
-    @staticmethod
-    def of(engine: Engine, text: str, ids: Ids) -> _Layout:
-        layout = _Layout(engine, text, ids)
-        table = engine.bytes_of
-        if table is not None and b"".join(map(table.__getitem__, ids.tolist())) == layout.data:
-            assert engine.lengths is not None
-            layout.exact = True
-            layout.ends = np.cumsum(engine.lengths[ids])
-            return layout
-        encoding = engine.encode(text)
-        if encoding.ids != ids.tolist():
-            raise RowError("supervision_mismatch", "the tokenizer gives different ids each time")
-        if (
-            engine.unknown_id is not None
-            and (unknown := np.flatnonzero(ids == engine.unknown_id)).size
-        ):
-            begin, end = encoding.offsets[int(unknown[0])]
-            shown = text[begin:end]
-            raise RowError("unknown_token", f"the tokenizer has no token for {shown[:20]!r}")
-        offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
-        layout.starts, layout.ends = offsets[:, 0], offsets[:, 1]
-        return layout
 
-    def byte(self, prefix: str) -> int:
-        """Bytes of a beginning of the text."""
-        return len(prefix) if self.ascii else len(prefix.encode())
+def _wrong_controls(found: int, wanted: int) -> RowError:
+    text = f"{found} control tokens in the row, but the template writes {wanted}"
+    return RowError("control_token", text)
 
-    def token_at(self, cut: int, number: int) -> int:
-        """Number of tokens before character `cut`, which must be a border between tokens."""
-        place = self.byte(self.text[:cut]) if self.exact else cut
-        before = int(np.searchsorted(self.ends, place, side="right"))
-        if self.exact:
-            # Tokens that are empty cannot be: every token of the table has bytes.
-            if before == 0 or self.ends[before - 1] != place:
-                raise _mismatch(number, before)
-            return before
-        if before == len(self.ends) or self.starts[before] < place:
-            raise _mismatch(number, before)
-        return before
 
-    def text_between(self, begin: int, end: int, cut: int) -> str | None:
-        """Text of the tokens `begin` to `end` if they decode to it, else None."""
-        if self.exact:
-            first = int(self.ends[begin - 1]) if begin else 0
-            return self.data[first : int(self.ends[end])].decode("utf-8", "replace")
-        text = self.text[cut : int(self.ends[end])]
-        decoded = self.engine.decode(self.ids[begin : end + 1])
-        return text if _same(decoded, text) else None
+def _double_bos(bos: int) -> RowError:
+    return RowError("double_bos", f"the row begins with token {bos} (BOS) twice")
 
 
 def _same(decoded: str, text: str) -> bool:
     """Equal but for white space and composition, which such decoders do not keep."""
-    import unicodedata
+    return _bare(decoded) == _bare(text)
 
-    def bare(value: str) -> str:
-        return _squeeze(unicodedata.normalize("NFKC", value))
 
-    return bare(decoded) == bare(text)
+def _bare(text: str) -> str:
+    return _squeeze(unicodedata.normalize("NFKC", text))
 
 
 def check_range(ids: Ids, vocab_rows: int) -> None:

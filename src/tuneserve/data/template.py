@@ -16,6 +16,7 @@ from typing import Any
 import jinja2
 import jinja2.ext
 import jinja2.sandbox
+from jinja2.runtime import LoopContext
 
 Message = dict[str, Any]
 
@@ -29,6 +30,26 @@ class _Generation(jinja2.ext.Extension):
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.Scope(body).set_lineno(line)
+
+
+_DICT_ATTRIBUTES = frozenset(dir(dict))
+_LOOP_ATTRIBUTES = frozenset({"first", "last", "index", "index0", "previtem", "nextitem", "length"})
+
+
+class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """The sandbox, with a short way for what templates read all the time.
+
+    `message.role` and `loop.first` are half of a rendering's time in the sandbox's own check, although an
+    item of a dictionary and the state of a loop are harmless. The result is the same.
+    """
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        kind = type(obj)
+        if kind is dict and attribute in obj and attribute not in _DICT_ATTRIBUTES:
+            return obj[attribute]
+        if kind is LoopContext and attribute in _LOOP_ATTRIBUTES:
+            return getattr(obj, attribute)
+        return super().getattr(obj, attribute)
 
 
 def _raise_exception(message: str) -> None:
@@ -56,13 +77,16 @@ def _strftime_now(format: str) -> str:
 
 
 def _compile(source: str) -> jinja2.Template:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
-    return environment.from_string(source)
+    template = environment.from_string(source)
+    # A ChainMap by default, which jinja2 copies at every rendering, key by key.
+    template.globals = dict(template.globals)
+    return template
 
 
 class ChatTemplate:

@@ -36,6 +36,7 @@ class Settings:
 
     backend: str
     sources: dict[str, str]
+    tool_sources: dict[str, str]
     variables: dict[str, Any]
     stop_ids: frozenset[int]
     vocab_rows: int
@@ -115,17 +116,24 @@ def rows_of(block: Block) -> Iterator[tuple[RawRow, RowError | None]]:
 
 
 class Worker:
-    """Parses, checks, renders, tokenizes and proves blocks of rows."""
+    """Parses, checks, renders, tokenizes and proves blocks of rows.
 
-    def __init__(self, settings: Settings) -> None:
+    Args:
+        settings: What to do.
+        engine: The tokenizer, where this process has it already.
+    """
+
+    def __init__(self, settings: Settings, engine: Engine | None = None) -> None:
         self.settings = settings
-        self.engine = Engine(
+        self.engine = engine or Engine(
             settings.backend,
             stop_ids=set(settings.stop_ids),
             vocab_rows=settings.vocab_rows,
             bos_id=settings.bos_id,
         )
         self.template = ChatTemplate(settings.sources, settings.variables)
+        # A prelude for tools costs time in every rendering: only rows that need it pay.
+        self.tool_template = ChatTemplate(settings.tool_sources, settings.variables)
         self.supervisor = Supervisor(self.engine, self.template, Frames(set(settings.frames)))
         self.control = ControlTokens(self.engine.control_texts, settings.control_tokens)
 
@@ -142,7 +150,8 @@ class Worker:
             if error is None:
                 try:
                     conversation = self._conversation(row.value, block.format)
-                    planned.append((row, conversation, plan(conversation, self.template)))
+                    template = self.tool_template if conversation.has_tools else self.template
+                    planned.append((row, conversation, plan(conversation, template)))
                     continue
                 except RowError as found:
                     error = found
@@ -153,7 +162,7 @@ class Worker:
         for row, conversation, group in planned:
             self._keep(sink, row, conversation, group, made[at : at + len(group)])
             at += len(group)
-        sink.close()
+        sink.close(self.settings.vocab_rows)
         return result
 
     def _conversation(self, value: Any, format: str) -> Conversation:
@@ -196,9 +205,7 @@ class Worker:
         for code in conversation.warnings:
             result.warnings.append((code, row.line))
         result.rows_neutralized += "neutralized" in conversation.warnings
-        result.tool_rows += bool(conversation.tools) or any(
-            "tool_calls" in message for message in conversation.messages
-        )
+        result.tool_rows += conversation.has_tools
         whole, same_prompt = digests(conversation)
         sink.digests.append(whole)
         sink.groups.append(same_prompt)
@@ -230,8 +237,7 @@ class Worker:
             if self.settings.too_long == "drop":
                 raise RowError("too_long", text)
             row, cut = TokenRow(row.ids[:limit], row.mask[:limit]), True
-        labels = np.where(row.mask, row.ids, IGNORED).astype(np.int32)
-        if not check_labels(labels, self.settings.vocab_rows):
+        if not row.supervised:
             where = f" after truncation to data.max_length {limit}" if cut else ""
             raise RowError("no_supervised_token", f"no supervised token{where}")
         return row, cut
@@ -272,10 +278,11 @@ class _Sink:
         self.result.lengths.append(len(row.ids))
         self.result.supervised.append(row.supervised)
 
-    def close(self) -> None:
+    def close(self, vocab_rows: int) -> None:
         if self.ids:
-            self.result.ids = np.concatenate(self.ids).astype(np.int32, copy=False).tobytes()
-            self.result.mask = np.concatenate(self.masks).tobytes()
+            ids, mask = np.concatenate(self.ids), np.concatenate(self.masks)
+            check_labels(np.where(mask, ids, np.int32(IGNORED)), vocab_rows)
+            self.result.ids, self.result.mask = ids.tobytes(), mask.tobytes()
         self.result.digests = b"".join(self.digests)
         self.result.groups = b"".join(self.groups)
 

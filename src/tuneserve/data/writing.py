@@ -10,6 +10,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute  # noqa: F401  (filter needs it; loaded here, not amid the rows)
 import pyarrow.parquet as pq
 
 from tuneserve.data.spill import Spill
