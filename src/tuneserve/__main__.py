@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -32,7 +32,6 @@ app = typer.Typer(
 
 RunArgument = Annotated[Path, typer.Argument(help="The run file (YAML).", metavar="RUN.yaml")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
-NameOption = Annotated[str | None, typer.Option("--name", help="Served name; unset: all of them.")]
 
 
 @app.command(epilog="Example: tuneserve validate deploy/runs/demo.yaml")
@@ -110,7 +109,8 @@ def merge(
     adapter: Annotated[Path, typer.Option(help="Folder of the PEFT adapter.")],
     out: Annotated[Path, typer.Option(help="Folder to make.")],
     base_weights: Annotated[
-        str, typer.Option(help="original, or nf4: the dequantized weights that training saw.")
+        Literal["original", "nf4"],
+        typer.Option(help="original, or nf4: the dequantized weights that training saw."),
     ] = "original",
     max_memory: Annotated[str, typer.Option(help="Memory to stay under, e.g. 700MiB.")] = "700MiB",
     in_memory: Annotated[
@@ -149,7 +149,7 @@ def quantize(
     model: Annotated[Path, typer.Option(help="Folder of the 16-bit model.")],
     calibration: Annotated[str, typer.Option(help="Dataset artifact: its id or its folder.")],
     out: Annotated[Path, typer.Option(help="Folder to make.")],
-    method: Annotated[str, typer.Option(help="gptq or awq.")] = "gptq",
+    method: Annotated[Literal["gptq", "awq"], typer.Option(help="Format.")] = "gptq",
     group_size: Annotated[int, typer.Option(help="Weights per scale: 32, 64, 128 or -1.")] = 128,
     as_json: JsonOption = False,
 ) -> None:
@@ -157,8 +157,6 @@ def quantize(
     from tuneserve.config import QuantizeSection
     from tuneserve.quantize import quantize_model
 
-    if method not in ("gptq", "awq"):
-        raise typer.BadParameter(f"{method!r}; use gptq or awq", param_hint="--method")
     _log_to_stderr()
     folder = Path(calibration)
     if not folder.is_dir():
@@ -188,7 +186,7 @@ def release(
 
     _log_to_stderr()
     serve = ServeSection(name=name, host=host, port=port, api_key_env=api_key_env)
-    found = release_model_dir(model, serve)
+    found = release_model_dir(model, serve=serve)
     _show(found, f"endpoint: {found['endpoint']}\nmodel: {found['model']}", as_json)
 
 
@@ -210,56 +208,101 @@ def ask(
 def status(as_json: JsonOption = False) -> None:
     """What is serving: releases, health, memory, since when."""
     from tuneserve.release.control import status as get_status
-    from tuneserve.release.control import status_text
+    from tuneserve.release.status_text import status_text
 
     found = get_status()
     _show(found, status_text(found), as_json)
 
 
-@app.command(epilog="Example: tuneserve promote RELEASE")
-def promote(release_id: str, as_json: JsonOption = False) -> None:
-    """Make an earlier or refused release the one that serves."""
-    from tuneserve.release.control import promote as do_promote
+@app.command(epilog="Example: tuneserve up")
+def up(as_json: JsonOption = False) -> None:
+    """Start what was serving, after `down` or a restart of the machine."""
+    from tuneserve.release import control
+    from tuneserve.release.status_text import status_text
 
     _log_to_stderr()
-    found = do_promote(release_id)
+    found = control.up()
+    _show(found, status_text(found), as_json)
+
+
+@app.command(epilog="Example: tuneserve promote support-3")
+def promote(
+    release_id: Annotated[str, typer.Argument(help="Release id.", metavar="RELEASE")],
+    as_json: JsonOption = False,
+) -> None:
+    """Make a release that was proven before the one that serves."""
+    from tuneserve.release import control
+
+    _log_to_stderr()
+    found = control.promote_release(release_id)
     _show(found, f"{found['release']} serves now", as_json)
 
 
 @app.command(epilog="Example: tuneserve rollback --name support")
-def rollback(name: NameOption = None, as_json: JsonOption = False) -> None:
+def rollback(
+    name: Annotated[str | None, typer.Option(help="Served name; unset: the default one.")] = None,
+    as_json: JsonOption = False,
+) -> None:
     """Go back to the release that served before."""
-    from tuneserve.release.control import rollback as do_rollback
+    from tuneserve.release import control
 
     _log_to_stderr()
-    found = do_rollback(name)
+    found = control.rollback(name)
     _show(found, f"{found['release']} serves now", as_json)
 
 
 @app.command(epilog="Example: tuneserve down")
-def down(name: NameOption = None, as_json: JsonOption = False) -> None:
+def down(
+    name: Annotated[str | None, typer.Option(help="Served name; unset: all of them.")] = None,
+    as_json: JsonOption = False,
+) -> None:
     """Stop serving: running answers finish first."""
-    from tuneserve.release.control import down as do_down
+    from tuneserve.release import control
 
     _log_to_stderr()
-    found = do_down(name)
-    _show(found, "stopped: " + (", ".join(found["stopped"]) or "nothing was serving"), as_json)
+    found = control.down(name)
+    _show(found, "ended: " + (", ".join(found["ended"]) or "nothing was serving"), as_json)
 
 
-@app.command(epilog="Example: tuneserve logs --name support --follow")
+@app.command(epilog="Example: tuneserve logs support --follow")
 def logs(
-    name: NameOption = None,
+    which: Annotated[
+        str | None,
+        typer.Argument(help="Served name, release id, gateway, access or keeper."),
+    ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing.")] = False,
     lines: Annotated[int, typer.Option(help="Lines from the end.")] = 40,
 ) -> None:
-    """Show the log of the servers."""
-    from tuneserve.release.control import log_files
+    """Show the log of a server."""
+    from tuneserve.release import control
 
-    files = log_files(name)
-    if not files:
-        raise SystemExit("no server has written a log yet")
-    command = ["tail", "-n", str(lines), *(["-F"] if follow else []), *map(str, files)]
-    os.execvp(command[0], command)
+    files = [str(path) for path in control.log_files(which)]
+    os.execvp("tail", ["tail", "-n", str(lines), *(["-F"] if follow else []), *files])
+
+
+@app.command(epilog="Example: tuneserve keys add my-application")
+def keys(
+    action: Annotated[str, typer.Argument(help="list, add or revoke.")] = "list",
+    name: Annotated[str, typer.Argument(help="Name of the key.")] = "",
+    as_json: JsonOption = False,
+) -> None:
+    """API keys of the endpoint: named, several, revocable."""
+    from tuneserve.release import control
+
+    if action not in ("list", "add", "revoke") or (action != "list" and not name):
+        raise typer.BadParameter("use `keys list`, `keys add NAME` or `keys revoke NAME`")
+    if action == "add":
+        key = control.add_key(name)
+        _show(
+            {"name": name, "key": key},
+            f"{key}\n(shown this once; send it as a Bearer token)",
+            as_json,
+        )
+        return
+    if action == "revoke":
+        control.revoke_key(name)
+    found = control.key_names()
+    _show({"keys": found}, "\n".join(found) or "no keys", as_json)
 
 
 @app.command(epilog="Example: tuneserve lineage adapter-1f0c")

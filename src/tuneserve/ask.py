@@ -13,35 +13,42 @@ def ask_endpoint(
     """One question, one answer, at temperature 0.
 
     Raises:
-        InputError: Nothing serves, or several names do and none was chosen.
+        InputError: Nothing serves under that name.
         ServerError: The endpoint did not answer.
     """
     import openai
 
-    from tuneserve.release.control import client_settings, status
+    from tuneserve.release.control import status
+    from tuneserve.release.keys import read_keys
+    from tuneserve.release.layout import layout
 
-    names = status()["names"]
-    serving = [n for n, entry in names.items() if entry["release"]]
-    if name is None and len(serving) == 1:
-        name = serving[0]
+    found = status()
+    name = name or found["default"]
+    serving = sorted(n for n, entry in found["names"].items() if entry["state"] == "serving")
     if name not in serving:
         raise InputError(
-            f"served name {name!r}: {'it does not serve' if name else 'say which'}",
-            expected=f"one of {', '.join(serving) or '(nothing is serving)'}",
+            f"served name {name!r} does not serve" if name else "nothing is serving",
+            expected=f"one of {', '.join(serving)}" if serving else "a released model",
             hint="`tuneserve status` shows what serves; `tuneserve run RUN.yaml` starts it",
         )
-    settings = client_settings(name)
-    client = openai.OpenAI(**settings, max_retries=0, timeout=300)
+    endpoint = found["endpoint"]
+    if name != found["default"]:
+        endpoint = f"{endpoint.removesuffix('/v1')}/{name}/v1"
+    # On this machine the key file is ours to read: no need to type a key here.
+    known = read_keys(layout().keys)
+    client = openai.OpenAI(
+        base_url=endpoint, api_key=next(iter(known.values()), "none"), max_retries=0, timeout=300
+    )
     try:
         reply = client.chat.completions.create(
-            model=name,
+            model=str(name),
             messages=[{"role": "user", "content": question}],
             max_tokens=max_tokens,
             temperature=0,
         )
     except openai.OpenAIError as error:
         raise ServerError(
-            f"{settings['base_url']} did not answer: {error}", hint="see `tuneserve logs`"
+            f"{endpoint} did not answer: {error}", hint="see `tuneserve logs`"
         ) from error
     choice = reply.choices[0]
     return {
@@ -49,5 +56,5 @@ def ask_endpoint(
         "answer": choice.message.content,
         "finish_reason": choice.finish_reason,
         "model": name,
-        "endpoint": settings["base_url"],
+        "endpoint": endpoint,
     }
