@@ -1,0 +1,290 @@
+"""Early checks of the 4-bit export, from headers and config.json alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tuneserve.errors import QuantizeError
+from tuneserve.quantize import checks
+from tuneserve.quantize.cpu import has_int4_kernel
+from tuneserve.quantize.finite import check_finite
+from tuneserve.quantize.support import gptqmodel_types, vllm_architectures
+
+NUMPY = {"BF16": "<u2", "F16": "<f2", "F32": "<f4", "I32": "<i4"}
+SMOLLM2 = {
+    "self_attn.q_proj": (576, 576),
+    "self_attn.k_proj": (192, 576),
+    "self_attn.v_proj": (192, 576),
+    "self_attn.o_proj": (576, 576),
+    "mlp.gate_proj": (1536, 576),
+    "mlp.up_proj": (1536, 576),
+    "mlp.down_proj": (576, 1536),
+}
+
+
+def write_model(
+    folder: Path,
+    tensors: dict[str, tuple[str, tuple[int, ...]]],
+    config: dict[str, Any],
+    values: dict[str, np.ndarray] | None = None,
+) -> Path:
+    """A checkpoint written by hand: header, then bytes (ones where `values` has nothing)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    header, data = {}, b""
+    for name, (dtype, shape) in tensors.items():
+        value = (values or {}).get(name)
+        if value is None:
+            value = np.full(shape, 0x3F80 if dtype == "BF16" else 1, NUMPY[dtype])
+        raw = value.astype(NUMPY[dtype]).tobytes()
+        header[name] = {
+            "dtype": dtype,
+            "shape": list(shape),
+            "data_offsets": [len(data), len(data) + len(raw)],
+        }
+        data += raw
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def llama(layers: dict[str, tuple[int, int]] = SMOLLM2, *, tied: bool = True) -> dict[str, Any]:
+    tensors: dict[str, Any] = {"model.embed_tokens.weight": ("BF16", (64, 576))}
+    tensors |= {f"model.layers.0.{name}.weight": ("BF16", s) for name, s in layers.items()}
+    tensors["model.layers.0.input_layernorm.weight"] = ("BF16", (576,))
+    if not tied:
+        tensors["lm_head.weight"] = ("BF16", (64, 576))
+    return tensors
+
+
+def config(**more: Any) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "tie_word_embeddings": True,
+        "vocab_size": 64,
+        **more,
+    }
+
+
+def test_d03_a_group_size_that_divides_no_layer_is_refused_with_what_fits(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "m", llama(), config())
+    with pytest.raises(QuantizeError) as caught:
+        checks.preflight(model, "gptq", 128)
+    text = str(caught.value)
+    assert "mlp.gate_proj" in text and "576 input features" in text and "group_size 128" in text
+    assert "mlp.down_proj" not in text  # 1536 = 12 x 128
+    assert caught.value.details["fitting_group_sizes"] == [64, 32, -1]
+    assert caught.value.hint == "set quantize.group_size to 64"
+    for size in (64, 32, -1):
+        checks.preflight(model, "gptq", size)
+
+
+def test_group_problems_name_a_kind_of_layer_once_and_count_it() -> None:
+    shapes = {f"model.layers.{i}.mlp.up_proj": (1536, 576) for i in range(30)}
+    problems = checks.group_size_problems(shapes, 128)
+    assert len(problems) == 2
+    assert problems[0].startswith("model.layers.*.mlp.up_proj (30 layers): 576 input features")
+    assert problems[1] == "group sizes that fit every layer: 64, 32, -1"
+
+
+def test_tensor_parallel_parts_must_hold_whole_groups() -> None:
+    # 1536 / 4 = 384 = 3 x 128 fits; 1536 / 8 = 192 does not; q_proj splits outputs, not inputs.
+    shapes = {"model.layers.0.mlp.down_proj": (2048, 1536), "model.layers.0.q_proj": (2048, 2048)}
+    assert checks.group_size_problems(shapes, 128, tensor_parallel_size=4) == []
+    problems = checks.group_size_problems(shapes, 128, tensor_parallel_size=8)
+    assert "192 input features on each of 8 GPUs" in problems[0]
+    uneven = checks.group_size_problems(shapes, -1, tensor_parallel_size=5)
+    assert len(uneven) == 2 and "do not split evenly over 5 GPUs" in uneven[0]
+
+
+@pytest.mark.parametrize(("shape", "bad"), [((48, 64), True), ((64, 48), True), ((64, 32), False)])
+def test_features_that_the_kernels_cannot_tile(shape: tuple[int, int], bad: bool) -> None:
+    assert bool(checks.kernel_problems({"layers.0.up_proj": shape})) is bad
+
+
+def test_d07_an_unknown_architecture_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    unknown = config(model_type="nosuchmodel", architectures=["NoSuchForCausalLM"])
+    model = write_model(tmp_path / "m", llama(), unknown)
+    with pytest.raises(QuantizeError, match="nosuchmodel.*GPTQModel") as caught:
+        checks.preflight(model, "gptq", 64)
+    assert "NoSuchForCausalLM" in str(caught.value) and "none" in caught.value.hint
+
+
+def test_known_architectures_are_read_without_importing_an_engine() -> None:
+    assert {"llama", "qwen2", "qwen3", "mistral", "gemma3"} <= gptqmodel_types()
+    assert {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"} <= vllm_architectures()
+    code = (
+        "import sys; import tuneserve.quantize; from tuneserve.quantize import checks, support; "
+        "support.gptqmodel_types(); support.vllm_architectures(); "
+        "print(sorted({'torch', 'gptqmodel', 'vllm', 'transformers'} & set(sys.modules)))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+def test_d04_a_missing_or_quantized_head() -> None:
+    tied, untied = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+    embedding = {"model.embed_tokens.weight": 0}
+    assert checks.head_problems(embedding, tied) == []
+    assert "lm_head.weight is missing" in checks.head_problems(embedding, untied)[0]
+    assert checks.head_problems({**embedding, "lm_head.weight": 0}, untied) == []
+    packed = {**embedding, "lm_head.qweight": 0}
+    assert "quantized" in checks.head_problems(packed, tied)[0]
+    assert checks.scheme_problems({**GPTQ, "lm_head": True})
+
+
+GPTQ = {
+    "quant_method": "gptq",
+    "bits": 4,
+    "group_size": 64,
+    "sym": True,
+    "desc_act": False,
+    "lm_head": False,
+    "checkpoint_format": "gptq",
+}
+AWQ = {
+    "quant_method": "awq",
+    "bits": 4,
+    "group_size": 64,
+    "zero_point": True,
+    "version": "gemm",
+}
+
+
+def test_d08_only_schemes_with_fast_kernels_pass() -> None:
+    assert checks.scheme_problems(GPTQ) == []
+    assert checks.scheme_problems(AWQ) == []
+    assert checks.scheme_problems({**GPTQ, "desc_act": True, "group_size": -1}) == []
+    for wrong in (
+        {**GPTQ, "desc_act": True},
+        {**GPTQ, "sym": False},
+        {**GPTQ, "bits": 8},
+        {**GPTQ, "group_size": 48},
+        {**GPTQ, "checkpoint_format": "gptq_v2"},
+        {**AWQ, "zero_point": False},
+        {**AWQ, "version": "gemv"},
+        {**GPTQ, "quant_method": "bitsandbytes"},
+        {},
+    ):
+        assert checks.scheme_problems(wrong), wrong
+
+
+def exported(method: str = "gptq", group: int = 64) -> dict[str, Any]:
+    """Tensors of an export, by the formats' definitions."""
+    tensors: dict[str, Any] = {"model.embed_tokens.weight": ("BF16", (64, 576))}
+    tensors["model.layers.0.input_layernorm.weight"] = ("BF16", (576,))
+    for name, (n, k) in SMOLLM2.items():
+        module = f"model.layers.0.{name}"
+        tensors[f"{module}.qzeros"] = ("I32", (k // group, n // 8))
+        tensors[f"{module}.scales"] = ("F16", (k // group, n))
+        if method == "gptq":
+            tensors[f"{module}.qweight"] = ("I32", (k // 8, n))
+            tensors[f"{module}.g_idx"] = ("I32", (k,))
+        else:
+            tensors[f"{module}.qweight"] = ("I32", (k, n // 8))
+    return tensors
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_a_whole_export_passes_the_static_check(tmp_path: Path, method: str) -> None:
+    merged = write_model(tmp_path / "m", llama(), config())
+    scheme = {"gptq": GPTQ, "awq": AWQ}[method]
+    export = write_model(tmp_path / "q", exported(method), config(quantization_config=scheme))
+    asked = {"method": method, "bits": 4, "group_size": 64}
+    assert checks.static_check(export, merged, **asked) == []
+
+
+def test_the_static_check_finds_each_fault(tmp_path: Path) -> None:
+    merged = write_model(tmp_path / "m", llama(), config())
+    q = "model.layers.0.self_attn.k_proj"
+
+    def check(tensors: dict[str, Any], scheme: dict[str, Any] = GPTQ) -> str:
+        export = write_model(tmp_path / "q", tensors, config(quantization_config=scheme))
+        return "\n".join(checks.static_check(export, merged, method="gptq", bits=4, group_size=64))
+
+    whole = exported()
+    assert check(whole) == ""
+    assert f"{q}.scales: is missing" in check(
+        {k: v for k, v in whole.items() if k != f"{q}.scales"}
+    )
+    assert f"{q}.qweight: is I32 [72, 200]" in check({**whole, f"{q}.qweight": ("I32", (72, 200))})
+    assert "group_size is 32, asked was 64" in check(whole, {**GPTQ, "group_size": 32})
+    assert "sym is not true" in check(whole, {**GPTQ, "sym": False})
+    left = {k: v for k, v in whole.items() if not k.startswith(q)}
+    left[f"{q}.weight"] = ("BF16", (192, 576))
+    assert "k_proj is not quantized, but q_proj is" in check(left)  # a fused group of two schemes
+    stray = {**whole, "model.layers.0.extra": ("BF16", (4,))}
+    assert "model.layers.0.extra: belongs to nothing" in check(stray)
+    doubled = {**whole, "lm_head.weight": ("BF16", (64, 576))}
+    assert "lm_head.weight: belongs to nothing" in check(doubled)  # D04: tied, stored twice
+    lost = {k: v for k, v in whole.items() if "layernorm" not in k}
+    assert "input_layernorm.weight: is missing" in check(lost)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits"),
+    [("BF16", 0x7F80), ("BF16", 0xFFC1), ("F16", 0xFC00), ("F32", 0x7FC00000), ("F32", 0xFF800000)],
+)
+def test_d02_d05_a_value_that_is_not_finite_is_named(tmp_path: Path, dtype: str, bits: int) -> None:
+    kind = "<u2" if dtype != "F32" else "<u4"
+    raw = np.ones((3, 32), kind)
+    raw[1, 5] = bits
+    model = tmp_path / "m"
+    write_model(model, {"a": (dtype, (3, 32)), "b": ("F32", (2,))}, {})
+    path = model / "model.safetensors"
+    data = path.read_bytes()
+    begin = 8 + int.from_bytes(data[:8], "little")
+    path.write_bytes(data[:begin] + raw.tobytes() + data[begin + raw.nbytes :])
+    with pytest.raises(QuantizeError, match=r"a: 1 of 96 values .* first at \[1, 5\]"):
+        check_finite(model, "m")
+
+
+def test_d05_a_zero_scale_is_named_and_a_zero_weight_is_not(tmp_path: Path) -> None:
+    scales = np.ones((2, 4), "<f2")
+    scales[1, 2] = -0.0
+    tensors = {"x.scales": ("F16", (2, 4)), "x.weight": ("F16", (2, 4))}
+    values = {"x.scales": scales, "x.weight": np.zeros((2, 4), "<f2")}
+    with pytest.raises(QuantizeError, match="x.scales: 1 of 8 scales are zero") as caught:
+        check_finite(write_model(tmp_path / "m", tensors, {}, values), "m")
+    assert len(caught.value.details["problems"]) == 1
+
+
+def test_the_largest_finite_numbers_pass(tmp_path: Path) -> None:
+    values = {"a": np.array([65504.0, -65504.0], "<f2"), "b": np.array([3.4e38], "<f4")}
+    tensors = {"a": ("F16", (2,)), "b": ("F32", (1,))}
+    check_finite(write_model(tmp_path / "m", tensors, {}, values), "m")
+
+
+def test_a_model_that_is_quantized_already_is_refused(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "m", llama(), config(quantization_config=GPTQ))
+    with pytest.raises(QuantizeError, match="quantized already"):
+        checks.preflight(model, "gptq", 64)
+
+
+def test_all_problems_come_at_once(tmp_path: Path) -> None:
+    odd = {**SMOLLM2, "mlp.up_proj": (1530, 576)}
+    wrong = config(model_type="nosuchmodel", tie_word_embeddings=False)
+    model = write_model(tmp_path / "m", llama(odd), wrong)
+    with pytest.raises(QuantizeError) as caught:
+        checks.preflight(model, "awq", 128)
+    text = str(caught.value)
+    for part in ("nosuchmodel", "group_size 128", "1530 outputs", "lm_head.weight is missing"):
+        assert part in text
+
+
+def test_cpus_without_avx512_have_no_int4_kernel(tmp_path: Path) -> None:
+    info = tmp_path / "cpuinfo"
+    info.write_text("processor : 0\nflags : fpu avx avx2\n")
+    assert not has_int4_kernel(info)
+    info.write_text("processor : 0\nflags : fpu avx2 avx512f avx512bw\n")
+    assert has_int4_kernel(info)
+    info.write_text("processor : 0\nFeatures : asimd sve\n")  # not x86
+    assert has_int4_kernel(info)
