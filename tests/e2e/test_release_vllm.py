@@ -1,0 +1,313 @@
+"""Releases with real vLLM processes: the clients people use, and switches under load."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from pico import conversations
+from tuneserve.config import GatesSection, ServeSection
+from tuneserve.release import control, state
+from tuneserve.release.layout import layout
+from tuneserve.release.request import ReleaseRequest
+from tuneserve.release.stage import release
+from tuneserve.release.supervisor import Keeper, server_program
+from tuneserve.release.wrapper import session_members
+
+pytestmark = pytest.mark.slow
+
+# Ids, labels and the loss of the model on them, by transformers alone.
+_REFERENCE = """
+import json, sys
+import pyarrow as pa, pyarrow.parquet as parquet, torch
+from pathlib import Path
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model_path, chats_path, out = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+tokenizer = AutoTokenizer.from_pretrained(model_path)
+model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+rows, chats, nats, tokens = [], [], 0.0, 0
+for number, messages in enumerate(json.loads(Path(chats_path).read_text())):
+    render = lambda m, **o: tokenizer.apply_chat_template(m, tokenize=True, return_dict=False, **o)
+    ids, labels = render(messages), None
+    labels = [-100] * len(ids)
+    for turn, message in enumerate(messages):
+        if message["role"] == "assistant":
+            start = len(render(messages[:turn], add_generation_prompt=True))
+            end = len(render(messages[: turn + 1]))
+            while tokenizer.decode(ids[end - 1 : end]).isspace():
+                end -= 1
+            labels[start:end] = ids[start:end]
+    with torch.no_grad():
+        logprobs = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+    for position in range(1, len(ids)):
+        if labels[position] != -100:
+            nats -= logprobs[position - 1, labels[position]].item()
+            tokens += 1
+    source = f"chats.jsonl:{number + 1}"
+    rows.append({"input_ids": ids, "labels": labels, "source": source})
+    chats.append({"source": source, "messages": messages, "tools": None})
+schema = pa.schema([("input_ids", pa.list_(pa.int32())), ("labels", pa.list_(pa.int32())),
+                    ("source", pa.string())])
+parquet.write_table(pa.Table.from_pylist(rows, schema=schema), out / "eval.parquet")
+(out / "eval_messages.jsonl").write_text("".join(json.dumps(c) + "\\n" for c in chats))
+losses = {"rows": len(rows), "supervised_tokens": tokens, "base": 6.2, "adapter": None,
+          "merged": nats / tokens}
+(out / "losses.json").write_text(json.dumps(losses))
+"""
+
+
+class House:
+    """A run root with a pico model and its held-out rows."""
+
+    def __init__(self, folder: Path, pico: Path) -> None:
+        self.folder, self.pico = folder, pico
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = int(probe.getsockname()[1])
+        self.facts = folder / "facts"
+        self.facts.mkdir()
+        chats = folder / "chats.json"
+        chats.write_text(json.dumps(conversations(8, seed=9)))
+        subprocess.run(
+            [sys.executable, "-c", _REFERENCE, str(pico), str(chats), str(self.facts)],
+            check=True,
+            capture_output=True,
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        )
+
+    def request(self, model: str, **changes: Any) -> ReleaseRequest:
+        serve = {
+            "port": self.port,
+            "max_model_len": 512,
+            "drain_timeout_seconds": 60,
+            "tool_parser": "hermes",
+        }
+        return ReleaseRequest(
+            model=self.pico,
+            artifact=f"merged-{model}",
+            serve=ServeSection.model_validate({**serve, **changes}),
+            gates=GatesSection(parity_chats=4),
+            dataset=self.facts,
+            evaluation=self.facts,
+        )
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+@pytest.fixture(scope="module")
+def house(pico_model: Path) -> Iterator[House]:
+    folder = Path(tempfile.mkdtemp(prefix="ts-"))
+    before = os.environ.get("TUNESERVE_HOME")
+    os.environ["TUNESERVE_HOME"] = str(folder / "home")
+    try:
+        yield House(folder, pico_model)
+    finally:
+        control.down()
+        if before is None:
+            del os.environ["TUNESERVE_HOME"]
+        else:
+            os.environ["TUNESERVE_HOME"] = before
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def first(house: House) -> dict[str, Any]:
+    return release(house.request("first"))
+
+
+@dataclass
+class Load:
+    """Clients that hardly rest: half `openai` without retries, half httpx; half of each stream."""
+
+    url: str
+    tokens: int = 12
+    rest_seconds: float = 1.0  # leaves the starting server some of the two cores
+    clients: int = 32
+    failures: list[str] = field(default_factory=list)
+    answers: Counter[str] = field(default_factory=Counter)
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _threads: list[threading.Thread] = field(default_factory=list)
+
+    def __enter__(self) -> Load:
+        for number in range(self.clients):
+            work = self._openai if number % 2 else self._httpx
+            thread = threading.Thread(target=work, args=(number % 4 < 2,))
+            thread.start()
+            self._threads.append(thread)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _body(self, stream: bool) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "model": "default",
+            "messages": [{"role": "user", "content": "What colour is the lamp?"}],
+            "max_tokens": self.tokens,
+        }
+        if stream:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        return body
+
+    def _check(self, by: str, reason: str | None, tokens: int | None) -> None:
+        if reason != "length" or tokens != self.tokens or not by.startswith("r0"):
+            self.failures.append(f"{by}: finish_reason {reason}, {tokens} tokens")
+        self.answers[by] += 1
+
+    def _openai(self, stream: bool) -> None:
+        client = openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120
+        )
+        raw = client.chat.completions.with_raw_response
+        while not self._stop.wait(self.rest_seconds):
+            try:
+                answer = raw.create(**self._body(stream), extra_body={"ignore_eos": True})
+                by, parsed = answer.headers["x-tuneserve-release"], answer.parse()
+                chunks = list(parsed) if stream else [parsed]
+            except (openai.OpenAIError, httpx.HTTPError) as error:
+                self.failures.append(repr(error))
+                continue
+            reasons = [c.choices[0].finish_reason for c in chunks if c.choices]
+            usage = chunks[-1].usage
+            self._check(by, reasons[-1], usage.completion_tokens if usage else None)
+
+    def _httpx(self, stream: bool) -> None:
+        with httpx.Client(timeout=120) as client:
+            while not self._stop.wait(self.rest_seconds):
+                body = {**self._body(stream), "ignore_eos": True}
+                try:
+                    answer = client.post(f"{self.url}/v1/chat/completions", json=body)
+                    answer.raise_for_status()
+                    events = self._events(answer, stream)
+                except (httpx.HTTPError, ValueError) as error:
+                    self.failures.append(repr(error))
+                    continue
+                reasons = [e["choices"][0]["finish_reason"] for e in events if e["choices"]]
+                tokens = (events[-1].get("usage") or {}).get("completion_tokens")
+                self._check(answer.headers["x-tuneserve-release"], reasons[-1], tokens)
+
+    @staticmethod
+    def _events(answer: httpx.Response, stream: bool) -> list[Any]:
+        if not stream:
+            return [answer.json()]
+        lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
+        if not lines or lines[-1] != "[DONE]":
+            raise ValueError("the stream was cut")
+        return [json.loads(line) for line in lines[:-1]]
+
+
+def wait_for(condition: Callable[[], Any], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.1)
+
+
+def test_proofs_hold_against_the_real_server(first: dict[str, Any]) -> None:
+    assert first["parity"]["chats"] == 4 and first["parity"]["whole"] == 4
+    losses = first["losses"]
+    # the same ids, float32 in transformers against bfloat16 in vLLM
+    assert losses["served"] == pytest.approx(losses["merged"], rel=0.03)
+    assert all(gate["passed"] for gate in first["gates"])
+    assert first["memory_bytes"] > 2**29
+
+
+def test_openai_client_unchanged(house: House, first: dict[str, Any]) -> None:
+    client = openai.OpenAI(base_url=first["endpoint"], api_key="none", max_retries=0)
+    ask: Any = [{"role": "user", "content": "What colour is the lamp?"}]
+    assert [model.id for model in client.models.list()] == ["default"]
+    create = client.chat.completions.create
+    answer = create(model="default", messages=ask, temperature=0, logprobs=True, top_logprobs=3)
+    choice = answer.choices[0]
+    assert choice.finish_reason == "stop" and choice.message.content
+    assert choice.logprobs and choice.logprobs.content
+    assert len(choice.logprobs.content[0].top_logprobs) == 3
+    parts = list(create(model="default", messages=ask, temperature=0, stream=True))
+    text = "".join(p.choices[0].delta.content or "" for p in parts if p.choices)
+    assert text == choice.message.content
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "o", "schema": schema}}
+    made = create(model="default", messages=ask, response_format=form, temperature=0)
+    assert isinstance(json.loads(made.choices[0].message.content or "")["ok"], bool)
+    function = {"name": "look", "parameters": schema}
+    tools: Any = [{"type": "function", "function": function}]
+    named: Any = {"type": "function", "function": {"name": "look"}}
+    called = create(model="default", messages=ask, tools=tools, tool_choice=named, temperature=0)
+    calls: Any = called.choices[0].message.tool_calls
+    assert calls[0].function.name == "look" and "ok" in json.loads(calls[0].function.arguments)
+    assert create(model="default", messages=ask, tools=tools, max_tokens=4).choices
+    with pytest.raises(openai.NotFoundError):
+        create(model="somebody-else", messages=ask)
+
+
+def test_a_client_cannot_bring_its_own_template(house: House, first: dict[str, Any]) -> None:
+    body = {
+        "model": "default",
+        "messages": [{"role": "user", "content": "x"}],
+        "chat_template": "{{ ''.__class__.__mro__ }}",
+    }
+    assert httpx.post(f"{house.url}/v1/chat/completions", json=body, timeout=60).status_code == 400
+
+
+def test_switches_under_load_lose_nothing(house: House, first: dict[str, Any]) -> None:
+    with Load(house.url) as load:
+        second = release(house.request("second"))["release"]
+        wait_for(lambda: load.answers[second] > 30, 60)
+        control.rollback()  # a cold start of the first one
+        for _ in range(4):
+            control.promote_release(second, keep_warm=True)
+            control.rollback(keep_warm=True)
+        counted = sum(load.answers.values())
+        wait_for(lambda: sum(load.answers.values()) > counted + 30, 60)
+    assert not load.failures, (len(load.failures), load.failures[:5])
+    assert set(load.answers) == {first["release"], second}
+    assert state.read(layout()).names["default"].active == first["release"]
+
+
+def test_a_dead_engine_core_is_noticed(house: House, first: dict[str, Any]) -> None:
+    keeper = Keeper(layout())
+    program = server_program(first["release"])
+    session = keeper._session(program)
+    assert session is not None
+    core = [
+        pid
+        for pid in session_members(session)
+        if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    os.kill(core[0], signal.SIGKILL)
+    wait_for(lambda: not session_members(session), 60)
+    wait_for(lambda: keeper._session(program) != session, 30)
+
+
+@pytest.mark.full
+def test_five_promotions_and_five_rollbacks_under_load(house: House) -> None:
+    """Cold each time: every switch starts one vLLM and drains another."""
+    first = release(house.request("first"))["release"]
+    with Load(house.url) as load:
+        releases = {first}
+        for number in range(5):
+            releases.add(release(house.request(f"full-{number}"))["release"])
+            control.rollback()
+    assert not load.failures, (len(load.failures), load.failures[:5])
+    assert set(load.answers) == releases

@@ -1,0 +1,162 @@
+"""The gateway as seen by somebody who means no good, and where keys are not."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import httpx
+import pytest
+
+from tuneserve.errors import InputError, RunFileError
+from tuneserve.release import control
+from tuneserve.release.gateway import MAX_BODY_BYTES
+from tuneserve.release.layout import layout
+from tuneserve.release.stage import release
+from tuneserve.release.supervisor import Keeper
+
+
+def _load(name: str, path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+promote_tests = _load("release_promote_tests", Path(__file__).with_name("test_release_promote.py"))
+house = promote_tests.house
+KEY = "tsk-0123456789-never-to-be-seen"
+BODY = {"model": "default", "messages": [{"role": "user", "content": "my private words"}]}
+
+
+@pytest.fixture
+def guarded(
+    house: promote_tests.House, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[promote_tests.House]:
+    monkeypatch.setenv("DOOR_API_KEY", KEY)
+    release(house.request(host="0.0.0.0", api_key_env="DOOR_API_KEY"))
+    yield house
+
+
+def post(house: promote_tests.House, key: str | None = KEY, path: str = "/v1") -> httpx.Response:
+    headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
+    return httpx.post(f"{house.url}{path}/chat/completions", json=BODY, headers=headers)
+
+
+def raw(house: promote_tests.House, request: bytes) -> bytes:
+    with socket.create_connection(("127.0.0.1", house.port), timeout=20) as connection:
+        connection.sendall(request)
+        return connection.makefile("rb").readline()
+
+
+def test_keys_paths_and_sizes(guarded: promote_tests.House) -> None:
+    house = guarded
+    assert post(house).status_code == 200
+    for wrong in (None, "x" * 31, KEY[:-1], KEY + "x", KEY.upper(), f"# {KEY}"):
+        answer = post(house, wrong)
+        assert answer.status_code == 401, wrong
+        assert answer.json()["error"]["message"].startswith("a valid API key")
+        assert answer.headers["x-tuneserve-release"].startswith("r0001")
+    in_url = httpx.post(f"{house.url}/v1/chat/completions?api_key={KEY}", json=BODY)
+    assert in_url.status_code == 401
+    assert httpx.get(f"{house.url}/health").status_code == 200
+
+    second = control.add_key("alice")
+    assert post(house, second).status_code == 200
+    control.revoke_key("alice")
+    assert post(house, second).status_code == 401
+    assert post(house).status_code == 200
+
+    door = f"Host: x\r\nAuthorization: Bearer {KEY}\r\nConnection: close\r\n\r\n".encode()
+    for path in (
+        "/metrics",
+        "/tokenize",
+        "/v1/../metrics",
+        "/v1/..%2fmetrics",
+        "/v1%2f..%2fmetrics",
+        "/v1/%2e%2e/metrics",
+        "//v1/models",
+        "/v1//models",
+        "/v1/models/../../metrics",
+        "/default/v1/../../metrics",
+        "/../v1/models",
+        "/v1\\..\\metrics",
+        "/hold/v1/models",
+        "/r0001/v1/models",
+        "/v1/models%00",
+        "/version",
+        "/docs",
+        "/openapi.json",
+        "/load",
+    ):
+        line = raw(house, f"GET {path} HTTP/1.1\r\n".encode() + door)
+        assert line.split()[1] in (b"404", b"400"), (path, line)
+
+    big = b"x" * (MAX_BODY_BYTES + 1)
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    answer = httpx.post(
+        f"{house.url}/v1/chat/completions", content=big, headers=headers, timeout=60
+    )
+    assert answer.status_code == 413
+    huge = b"GET /v1/models HTTP/1.1\r\nX-Long: " + b"a" * 200_000 + b"\r\n" + door
+    assert raw(house, huge).split()[1] == b"431"
+
+
+def test_keys_are_nowhere_but_in_their_file(guarded: promote_tests.House) -> None:
+    house = guarded
+    post(house)
+    httpx.post(f"{house.url}/v1/chat/completions?api_key={KEY}", json=BODY)
+    places = layout()
+    assert places.keys.stat().st_mode & 0o777 == 0o600
+    found = [
+        path
+        for path in house.folder.rglob("*")
+        if path.is_file() and path != places.keys and KEY.encode() in path.read_bytes()
+    ]
+    assert not found
+    log = (places.logs / "access.log").read_text()
+    assert '"status":200' in log and "my private words" not in log and "api_key" not in log
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and int(entry) not in (os.getpid(), os.getppid()):
+            for name in ("cmdline", "environ"):
+                try:
+                    text = Path(f"/proc/{entry}/{name}").read_bytes()
+                except OSError:
+                    continue
+                if str(house.folder).encode() in text:
+                    assert KEY.encode() not in text, (entry, name)
+
+
+def test_sockets_and_admin_are_closed_to_others(guarded: promote_tests.House) -> None:
+    places = layout()
+    assert places.sockets.stat().st_mode & 0o777 == 0o700
+    assert places.root.stat().st_mode & 0o777 == 0o700
+    assert places.keeper_socket.stat().st_mode & 0o077 == 0
+    gateway = Keeper(places).members("gateway")
+    table = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
+    assert f":{2019:04X} " not in table  # Caddy's default admin port
+    sockets = {os.readlink(link) for pid in gateway for link in Path(f"/proc/{pid}/fd").iterdir()}
+    lines = [line.split() for line in table.splitlines() if "0A" in line.split()[3:4]]
+    ours = [line[1] for line in lines if f"socket:[{line[9]}]" in sockets]
+    assert [int(address.rpartition(":")[2], 16) for address in ours] == [guarded.port]
+
+
+def test_an_open_address_without_a_key_is_refused(
+    house: promote_tests.House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(RunFileError, match="other machines can reach"):
+        release(house.request(host="0.0.0.0"))
+    monkeypatch.delenv("DOOR_API_KEY", raising=False)
+    with pytest.raises(RunFileError, match="DOOR_API_KEY, which is not set"):
+        release(house.request(api_key_env="DOOR_API_KEY"))
+    monkeypatch.setenv("DOOR_API_KEY", "short")
+    with pytest.raises(InputError, match="16 to 256"):
+        release(house.request(api_key_env="DOOR_API_KEY"))
+    assert not Keeper(layout()).running()
