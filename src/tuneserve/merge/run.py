@@ -17,7 +17,7 @@ from typing import Any
 
 from tuneserve.artifacts import file_sha256, fsync_directory, write_json_atomic
 from tuneserve.checkpoint.headers import INDEX_NAME, read_header
-from tuneserve.errors import AdapterError, DiskFull
+from tuneserve.errors import DiskFull
 from tuneserve.merge.journal import JOURNAL_NAME, PART_SUFFIX, PROOF_NAME, Journal
 from tuneserve.merge.plan import MergePlan
 from tuneserve.merge.prepare import BaseWeights, Job, prepare
