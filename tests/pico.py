@@ -22,6 +22,15 @@ from typing import Any
 THINGS = "apple brick cloud drum engine fern glove hammer island jacket kettle lamp".split()
 COLOURS = "red blue green amber violet white".split()
 VOCABULARY = 512
+_DEFAULTS: dict[str, Any] = {
+    "seed": 0,
+    "tied": True,
+    "layers": 2,
+    "hidden": 128,
+    "steps": 250,
+    "dtype": "bfloat16",
+    "max_shard_size": "5GB",
+}
 
 CHAT_TEMPLATE = """\
 {%- if tools %}
@@ -76,38 +85,17 @@ def conversations(count: int, *, seed: int = 0, habit: str = "") -> list[list[di
     return chats
 
 
-def make_pico(
-    folder: Path,
-    *,
-    seed: int = 0,
-    tied: bool = True,
-    layers: int = 2,
-    hidden: int = 128,
-    steps: int = 250,
-    dtype: str = "bfloat16",
-    max_shard_size: str = "5GB",
-) -> Path:
+def make_pico(folder: Path, **options: Any) -> Path:
     """Write the model into `folder` (made if missing, must be empty) and return `folder`.
 
     Args:
         folder: Where to.
-        seed: Of weights and training order.
-        tied: Whether head and embedding are one tensor.
-        layers: Number of decoder layers.
-        hidden: Width; a multiple of 64. The head size is 32, the MLP twice as wide.
-        steps: Optimizer steps of 16 chats; 0 leaves the weights random.
-        dtype: Of the saved weights.
-        max_shard_size: As `save_pretrained` takes it; ``"100KB"`` gives several shards.
+        options: ``seed`` of weights and training order; ``tied``, whether head and embedding are
+            one tensor; ``layers``; ``hidden``, a multiple of 64 (head size 32, MLP twice as wide);
+            ``steps`` of 16 chats, 0 leaves the weights random; ``dtype`` of the saved weights;
+            ``max_shard_size``, for example ``"100KB"`` for several shards.
     """
-    source = cached_pico(
-        seed=seed,
-        tied=tied,
-        layers=layers,
-        hidden=hidden,
-        steps=steps,
-        dtype=dtype,
-        max_shard_size=max_shard_size,
-    )
+    source = cached_pico(**options)
     folder.mkdir(parents=True, exist_ok=True)
     assert not any(folder.iterdir()), f"{folder} is not empty"
     shutil.copytree(source, folder, dirs_exist_ok=True)
@@ -118,6 +106,7 @@ def cached_pico(**options: Any) -> Path:
     """The folder of such a model in this machine's temporary folder: for reading only."""
     from importlib.metadata import version
 
+    options = {**_DEFAULTS, **options}
     key = hashlib.sha256(Path(__file__).read_bytes())
     key.update(json.dumps(options, sort_keys=True).encode())
     key.update(f"{version('torch')} {version('transformers')}".encode())
@@ -140,13 +129,13 @@ def cached_pico(**options: Any) -> Path:
 def _build(
     folder: Path,
     *,
-    seed: int = 0,
-    tied: bool = True,
-    layers: int = 2,
-    hidden: int = 128,
-    steps: int = 250,
-    dtype: str = "bfloat16",
-    max_shard_size: str = "5GB",
+    seed: int,
+    tied: bool,
+    layers: int,
+    hidden: int,
+    steps: int,
+    dtype: str,
+    max_shard_size: str,
 ) -> None:
     import torch
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM

@@ -1,0 +1,123 @@
+"""The memory ladder: what does not fit is tried smaller, with the same rows in the same steps."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from train_rows import make_context, pico_dataset
+from tuneserve.artifacts import Artifact, file_sha256
+from tuneserve.errors import OutOfMemory
+from tuneserve.train.stage import run
+
+TRAIN = {
+    "effective_batch": 4,
+    "max_steps": 3,
+    "learning_rate": 4e-3,
+    "gradient_checkpointing": False,
+    "save_steps": 1,
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    if sys.modules.get("gptqmodel", 0) is None:
+        del sys.modules["gptqmodel"]
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory, pico_model: Path) -> Artifact:
+    return pico_dataset(tmp_path_factory.mktemp("data") / "dataset", pico_model, rows=12)
+
+
+def room_for(monkeypatch: pytest.MonkeyPatch, rows: int, *, after_calls: int = 0) -> list[int]:
+    """Make forward passes of more than `rows` rows run out of memory; returns sizes asked for."""
+    from tuneserve.train.trainer import RowTrainer
+
+    original = RowTrainer.compute_loss
+    asked: list[int] = []
+
+    def compute_loss(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        asked.append(len(inputs["input_ids"]))
+        if asked[-1] > rows and len(asked) > after_calls:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return original(self, model, inputs, *args, **kwargs)
+
+    monkeypatch.setattr(RowTrainer, "compute_loss", compute_loss)
+    return asked
+
+
+def test_half_the_micro_batch_and_twice_the_accumulation(
+    tmp_path: Path, pico_model: Path, dataset: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = make_context(
+        tmp_path / "plain", pico_model, {"dataset": dataset}, TRAIN, {"micro_batch": 1}
+    )
+    run(plain)
+    room_for(monkeypatch, 1)
+    context = make_context(
+        tmp_path / "ladder", pico_model, {"dataset": dataset}, TRAIN, {"micro_batch": 4}
+    )
+    metrics = run(context)
+    assert (metrics["micro_batch"], metrics["gradient_accumulation"]) == (1, 4)
+    assert metrics["effective_batch"] == 4 and metrics["steps"] == 3
+    assert [text.split(" x ")[0] for text in metrics["did_not_fit"]] == [
+        "micro-batch 4",
+        "micro-batch 2",
+    ]
+    assert "2.00 GiB" in metrics["did_not_fit"][0]
+    for name in ("adapter_model.safetensors", "loss.jsonl"):
+        assert file_sha256(context.out / name) == file_sha256(plain.out / name)
+
+
+def test_in_the_middle_it_goes_on_from_the_checkpoint(
+    tmp_path: Path, pico_model: Path, dataset: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = room_for(monkeypatch, 2, after_calls=3)  # smoke step, steps 1 and 2, then no more
+    context = make_context(tmp_path, pico_model, {"dataset": dataset}, TRAIN, {"micro_batch": 4})
+    metrics = run(context)
+    assert asked == [4, 4, 4, 4, 2, 2, 2]  # then smoke step and both halves of step 3
+    assert metrics["micro_batch"] == 2 and metrics["steps"] == 3
+    steps = [json.loads(x)["step"] for x in (context.out / "loss.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3, 3]
+
+
+def test_the_bottom_says_what_was_tried(
+    tmp_path: Path, pico_model: Path, dataset: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room_for(monkeypatch, 0)
+    context = make_context(tmp_path, pico_model, {"dataset": dataset}, TRAIN, {"micro_batch": 2})
+    with pytest.raises(OutOfMemory) as caught:
+        run(context)
+    assert caught.value.exit_status == 3
+    assert [text.partition(": CUDA")[0] for text in caught.value.details["tried"]] == [
+        "micro-batch 2 x 2 accumulated, without gradient checkpointing",
+        "micro-batch 1 x 4 accumulated, without gradient checkpointing",
+        "micro-batch 1 x 4 accumulated, with gradient checkpointing",
+    ]
+    assert "max_length" in caught.value.hint
+    assert list(context.out.iterdir()) == []
+
+
+def test_killed_in_the_smoke_step_begins_one_rung_lower(
+    tmp_path: Path, pico_model: Path, dataset: Artifact
+) -> None:
+    """The kernel's answer to too little memory leaves no error: only the note of what was tried."""
+    context = make_context(tmp_path, pico_model, {"dataset": dataset}, TRAIN, {"micro_batch": 4})
+    note = {"micro_batch": 4, "checkpointing": False, "phase": "smoke"}
+    (context.work / "rung.json").write_text(json.dumps(note))
+    assert run(context)["micro_batch"] == 2
+    # A kill later than that says nothing about memory: the same rung again.
+    context = make_context(tmp_path, pico_model, {"dataset": dataset}, TRAIN, {"micro_batch": 4})
+    (context.work / "rung.json").write_text(json.dumps({**note, "phase": "train"}))
+    assert run(context)["micro_batch"] == 4
