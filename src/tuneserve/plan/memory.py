@@ -232,12 +232,11 @@ def _widest(arch: Arch) -> int:
 def _head_bytes(arch: Arch, step: Step) -> int:
     """The loss: one tile of logits, and the hidden states' gradient in float32 and in 16 bits."""
     rows, columns = min(step.tokens, _HEAD_TOKENS), min(arch.vocab, _HEAD_COLUMNS)
-    if (
-        step.kernels == "liger"
-    ):  # its tile is as wide as the vocabulary, and as many rows as fit `hidden`
+    if step.kernels == "liger":  # a tile as wide as the vocabulary, as large as the hidden states
         rows, columns = max(1, step.tokens * arch.hidden // arch.vocab), arch.vocab
-    # Without Triton a tile is transformed in float32 by torch, out of place.
-    per_logit = 2 if step.gpu else step.element_bytes + 3 * 4
+    # Without Triton torch transforms the tile out of place: in its backward pass seven float32
+    # copies and a mask are alive at once (trl 1.16, `_backward_tile`).
+    per_logit = 2 if step.gpu else step.element_bytes + 7 * 4 + 1
     return rows * columns * per_logit + step.tokens * arch.hidden * 8
 
 
