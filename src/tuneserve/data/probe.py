@@ -121,6 +121,14 @@ def examine(template: ChatTemplate, engine: Engine) -> TemplateFacts:
             f"differ at character {at}: prompt {prompt[at : at + 20]!r}, conversation "
             f"{text[at : at + 20]!r}"
         )
+    ids, own = engine.encode(text).ids, engine.encode(prompt).ids
+    if ids[: len(own)] != own:
+        differ = (i for i, (a, b) in enumerate(zip(own, ids, strict=False)) if a != b)
+        at = next(differ, min(len(own), len(ids)))
+        raise _refused(
+            "the ids of the prompt for an answer are not the first ids of the conversation; the first "
+            f"index that differs is {at}"
+        )
     if _ANSWERS[0] not in text[len(prompt) :]:
         raise _refused("it does not show the answer")
     before, _, rest = text[len(prompt) :].partition(_ANSWERS[0])
@@ -137,7 +145,6 @@ def examine(template: ChatTemplate, engine: Engine) -> TemplateFacts:
             f"answers end with {end_text}, which is not among the base's stop tokens: it was added to "
             "generation_config.json, so that the server stops there"
         )
-    ids = engine.encode(text).ids
     if engine.bos_id is not None and ids[:2] == [engine.bos_id, engine.bos_id]:
         raise _refused("it begins with two BOS tokens")
     if any("strftime_now" in source for source in template.sources.values()):

@@ -173,8 +173,9 @@ def _array(path: str, file: int, head: bytes, stream: IO[bytes]) -> Iterator[Blo
             yield Block(file, "elements", batch[0][0], batch)
             batch = []
             at = source.forget(at)
-    at += 1
-    if source.text[source.skip_space(position, at) :].strip():
+    position.advance("]")
+    at = source.skip_space(position, at + 1)
+    if at < len(source.text):
         raise _broken(path, position, "text after the array", source.text[at : at + 10])
     if batch:
         yield Block(file, "elements", batch[0][0], batch)
