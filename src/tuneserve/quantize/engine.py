@@ -180,7 +180,10 @@ class _Run:
             config = AWQConfig(sym=False, **options)
         wide = device == "cpu" and not _fast_bfloat16()
         clock = time.monotonic()
-        with _linear_in_float32() if wide else contextlib.nullcontext():
+        with (
+            _linear_in_float32() if wide else contextlib.nullcontext(),
+            _worker_errors() as lost,
+        ):
             log.info("loading %s on %s", self.model.name, device)
             model = GPTQModel.load(
                 str(self.model), config, device=device, trust_remote_code=self.trust_remote_code
@@ -196,6 +199,8 @@ class _Run:
                     if self.method == "awq" and device == "cpu"
                     else BACKEND.AUTO,
                 )
+        if lost:
+            raise lost[0]
         modules = module_logs(model.quant_log)
         notes = judge(
             modules, sum(map(len, self.rows)), self._retried(), allow_fallback=self.allow_fallback
@@ -304,6 +309,23 @@ def _quiet(stream: Any) -> Iterator[None]:
     ):
         warnings.simplefilter("ignore")
         yield
+
+
+@contextlib.contextmanager
+def _worker_errors() -> Iterator[list[BaseException]]:
+    """Collect what fails in GPTQModel's threads, which by default end the whole process at once.
+
+    The error also reaches whoever waits for the thread's result, so nothing else has to change.
+    """
+    from gptqmodel.utils import threadx
+
+    found: list[BaseException] = []
+    original = threadx._DeviceWorker._abort_process
+    threadx._DeviceWorker._abort_process = lambda _, error: found.append(error)
+    try:
+        yield found
+    finally:
+        threadx._DeviceWorker._abort_process = original
 
 
 @contextlib.contextmanager
