@@ -15,7 +15,8 @@
     |   +-- DeviceBusy                 another run or process holds the GPU or the name
     +-- GateRefused           exit 4   a gate refused the candidate; the champion keeps serving
     +-- ServiceError          exit 5   something outside failed
-    |   +-- HubError                   the model hub did not give the files
+    |   +-- HubError                   the model hub did not answer
+    |   |   +-- HubRefused             it answered no: not found, no access, no such revision
     |   +-- ServerError                vLLM, the gateway or the process keeper failed
     |   +-- PortTaken                  somebody else listens on the address
     |   +-- StageTimeout               a stage took longer than its limit
@@ -160,6 +161,12 @@ class ServiceError(TuneserveError):
 
 class HubError(ServiceError):
     """The model hub did not give the files."""
+
+
+class HubRefused(HubError):
+    """The hub answered no; asking again gives the same answer."""
+
+    retryable = False
 
 
 class ServerError(ServiceError):

@@ -145,6 +145,8 @@ def test_refusals(hub: Hub, error: BaseException, message: str, hint: str) -> No
         download(MODEL, weights=True)
     assert "org/name@v1" in caught.value.message and hint in caught.value.hint
     assert caught.value.exit_status == 5
+    # A no stays a no; only silence may pass by itself.
+    assert caught.value.retryable == ("cannot be reached" in message)
 
 
 def test_not_a_hub_id() -> None:

@@ -31,6 +31,7 @@ def test_every_error_survives_the_child_protocol(name: str) -> None:
         (errors.DeviceBusy, 3, True),
         (errors.GateRefused, 4, False),
         (errors.HubError, 5, True),
+        (errors.HubRefused, 5, False),
         (errors.PortTaken, 5, False),
         (errors.StageCrashed, 1, True),
     ],

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tuneserve.config import ModelSection
-from tuneserve.errors import DiskFull, HubError, ModelError, TuneserveError
+from tuneserve.errors import DiskFull, HubError, HubRefused, ModelError, TuneserveError
 from tuneserve.progress import Progress, human_bytes
 
 log = logging.getLogger(__name__)
@@ -139,14 +139,14 @@ def _hub_error(model: ModelSection, error: BaseException) -> TuneserveError:
             expected="org/name, a directory, or builtin:smollm2-135m",
         )
     if isinstance(error, errors.GatedRepoError):
-        return HubError(
+        return HubRefused(
             f"{name}: the hub gives it only to users who accepted its terms",
             hint="accept them on the model's page, then set HF_TOKEN to your token",
         )
     if isinstance(error, errors.RevisionNotFoundError):
-        return HubError(f"{name}: there is no such revision", hint="mend model.revision")
+        return HubRefused(f"{name}: there is no such revision", hint="mend model.revision")
     if isinstance(error, errors.RepositoryNotFoundError):
-        return HubError(
+        return HubRefused(
             f"{name}: not found on the hub, or private",
             hint="check the spelling of model.base; for a private model set HF_TOKEN",
         )
