@@ -11,6 +11,7 @@ it behaves is read from `stub.json` in the model folder:
     shift           /tokenize adds 1 to the id at this index
     nats            loss of every prompt token
     token_seconds   time per answered token
+    chatter_bytes   so much is logged at the start
     engine          start a child that ignores SIGTERM; /health is 503 once it is gone
 """
 
@@ -261,6 +262,8 @@ def main(arguments: list[str]) -> int:
     options = dict(zip(arguments[2:], arguments[3:], strict=False))
     behaviour = json.loads((Path(options["--model"]) / "stub.json").read_text())
     time.sleep(float(behaviour.get("start_seconds", 0.0)))
+    for _ in range(int(behaviour.get("chatter_bytes", 0)) // 100):
+        sys.stderr.write("x" * 99 + "\n")
     if behaviour.get("die"):
         sys.stderr.write(f"{behaviour['die']}\n")
         return 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -29,6 +30,7 @@ from tuneserve.release.layout import layout
 from tuneserve.release.request import ReleaseRequest
 from tuneserve.release.stage import release
 from tuneserve.release.supervisor import Keeper, server_program
+from tuneserve.release.unixhttp import ask
 from tuneserve.release.wrapper import session_members
 
 pytestmark = pytest.mark.slow
@@ -235,30 +237,49 @@ def test_proofs_hold_against_the_real_server(first: dict[str, Any]) -> None:
 
 def test_openai_client_unchanged(house: House, first: dict[str, Any]) -> None:
     client = openai.OpenAI(base_url=first["endpoint"], api_key="none", max_retries=0)
-    ask: Any = [{"role": "user", "content": "What colour is the lamp?"}]
+    chat: Any = [{"role": "user", "content": "What colour is the lamp?"}]
     assert [model.id for model in client.models.list()] == ["default"]
-    create = client.chat.completions.create
-    answer = create(model="default", messages=ask, temperature=0, logprobs=True, top_logprobs=3)
+    create: Any = client.chat.completions.create
+    answer = create(model="default", messages=chat, temperature=0, logprobs=True, top_logprobs=3)
     choice = answer.choices[0]
     assert choice.finish_reason == "stop" and choice.message.content
     assert choice.logprobs and choice.logprobs.content
     assert len(choice.logprobs.content[0].top_logprobs) == 3
-    parts = list(create(model="default", messages=ask, temperature=0, stream=True))
+    parts = list(create(model="default", messages=chat, temperature=0, stream=True))
     text = "".join(p.choices[0].delta.content or "" for p in parts if p.choices)
     assert text == choice.message.content
+    # A model this small would fill free JSON with line breaks until its tokens are spent.
+    bias = {str(id): -100 for id in blanks(house, first["release"])}
+    create = functools.partial(create, temperature=0, max_tokens=100, logit_bias=bias)
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
     form: Any = {"type": "json_schema", "json_schema": {"name": "o", "schema": schema}}
-    made = create(model="default", messages=ask, response_format=form, temperature=0)
+    made = create(model="default", messages=chat, response_format=form)
     assert isinstance(json.loads(made.choices[0].message.content or "")["ok"], bool)
-    function = {"name": "look", "parameters": schema}
+    function = {"name": "look", "parameters": schema, "strict": True}
     tools: Any = [{"type": "function", "function": function}]
-    named: Any = {"type": "function", "function": {"name": "look"}}
-    called = create(model="default", messages=ask, tools=tools, tool_choice=named, temperature=0)
+    called = create(model="default", messages=chat, tools=tools, tool_choice="required")
     calls: Any = called.choices[0].message.tool_calls
+    assert called.choices[0].finish_reason == "tool_calls"
     assert calls[0].function.name == "look" and "ok" in json.loads(calls[0].function.arguments)
-    assert create(model="default", messages=ask, tools=tools, max_tokens=4).choices
+    assert create(model="default", messages=chat, tools=tools).choices
     with pytest.raises(openai.NotFoundError):
-        create(model="somebody-else", messages=ask)
+        create(model="somebody-else", messages=chat)
+
+
+def blanks(house: House, release_id: str) -> list[int]:
+    body = {"model": "default", "prompt": "\n \t\r", "add_special_tokens": False}
+    socket_path = layout().socket(release_id)
+    return list(ask(socket_path, "POST", "/tokenize", body, timeout_seconds=30).json()["tokens"])
+
+
+def test_langchain_unchanged(first: dict[str, Any]) -> None:
+    langchain = pytest.importorskip("langchain_openai")
+    chat = langchain.ChatOpenAI(
+        base_url=first["endpoint"], api_key="none", model="default", temperature=0, max_retries=0
+    )
+    question = "What colour is the lamp?"
+    whole = chat.invoke(question).content
+    assert whole and "".join(part.content for part in chat.stream(question)) == whole
 
 
 def test_a_client_cannot_bring_its_own_template(house: House, first: dict[str, Any]) -> None:

@@ -428,3 +428,36 @@ def test_a_candidate_ends_when_its_prover_is_killed(house: House) -> None:
     prover.wait()
     wait_for(lambda: not keeper().members(other))
     assert house.chat().headers["x-tuneserve-release"] == champion
+
+
+def test_rollback_from_a_champion_that_dies_again_and_again(house: House) -> None:
+    good = release(house.request("a"))["release"]
+    bad = release(house.request("b"))["release"]
+    stub.make_model(house.folder / "b", die="RuntimeError: broken")
+    session = keeper()._session(server_program(bad))
+    assert session is not None
+    os.kill(session, signal.SIGKILL)
+    wait_for(lambda: control.status()["names"]["default"]["state"] != "serving")
+    control.rollback()
+    assert house.chat().headers["x-tuneserve-release"] == good
+    assert set(keeper().all()) >= {GATEWAY, server_program(good)}
+    assert not keeper().members(server_program(bad))
+
+
+def test_server_logs_are_rotated(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tuneserve.release.supervisor.LOG_ROTATE_BYTES", 100_000)
+    made = release(house.request(behaviour={"chatter_bytes": 350_000}))["release"]
+    log = layout().server_log(made)
+    assert control.log_files() == [log]
+    assert log.stat().st_size <= 100_000 < 2 * log.with_suffix(".log.1").stat().st_size
+
+
+def test_a_warm_release_is_rolled_back_to_at_once(house: House) -> None:
+    first = release(house.request("a", behaviour={"start_seconds": 3}))["release"]
+    second = release(house.request("b", hints={"keep_warm": True}))["release"]
+    assert control.status()["names"]["default"]["warm"] == first
+    started = time.monotonic()
+    control.rollback()
+    assert time.monotonic() - started < 3
+    assert house.chat().headers["x-tuneserve-release"] == first
+    assert not keeper().members(server_program(second))

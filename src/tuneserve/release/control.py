@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tuneserve.config import GatesSection, RunFile, ServeSection
-from tuneserve.errors import DeviceBusy, InputError, ServerError
+from tuneserve.errors import DeviceBusy, InputError, ServerError, TuneserveError
 from tuneserve.places import run_root
 from tuneserve.release import keys, promote, state, traffic
 from tuneserve.release.gateway import Listen
@@ -171,6 +171,7 @@ def up() -> dict[str, Any]:
     known = state.read(places)
     if not known.gateway or not any(entry.active for entry in known.names.values()):
         raise InputError("nothing was released yet", hint="tuneserve run RUN.yaml")
+    failed: list[TuneserveError] = []
     with _all_names(servers, "starting everything"):
         servers.ensure_gateway(Listen(**known.gateway))
         for name, entry in known.names.items():
@@ -178,7 +179,13 @@ def up() -> dict[str, Any]:
                 continue
             with state.change(places) as changed:
                 changed.names[name].wanted = "up"
-            promote.reconcile(servers, name, ready_seconds=_READY_SECONDS)
+            try:
+                promote.reconcile(servers, name, ready_seconds=_READY_SECONDS)
+            except TuneserveError as error:  # the other names still come up
+                log.error("%s: %s", name, error)
+                failed.append(error)
+    if failed:
+        raise failed[0]
     return status()
 
 
@@ -243,7 +250,7 @@ def promote_release(id: str, *, keep_warm: bool = False) -> dict[str, Any]:
     with state.lock_name(places, record.name, f"promoting {record.id}"):
         if not servers.keeper.running():
             raise ServerError("nothing is running", hint="tuneserve up")
-        promote.reconcile(servers, record.name, ready_seconds=_READY_SECONDS)
+        promote.settle(servers, record.name, ready_seconds=_READY_SECONDS)
         _switch_to(servers, record, keep_warm=keep_warm)
     return {"name": record.name, "release": record.id}
 

@@ -290,6 +290,14 @@ def reconcile(servers: Servers, name: str, *, ready_seconds: float) -> None:
             servers.stop(release)
 
 
+def settle(servers: Servers, name: str, *, ready_seconds: float) -> None:
+    """Reconcile before a switch; a champion that cannot be started must not bar its successor."""
+    try:
+        reconcile(servers, name, ready_seconds=ready_seconds)
+    except TuneserveError as error:
+        log.error("what served %s cannot be started again: %s", name, error)
+
+
 def out_of_order(servers: Servers) -> list[str]:
     """Names whose symlink, state and processes do not agree: somebody is at it, or was killed."""
     known = state.read(servers.places)

@@ -92,7 +92,7 @@ def _release_locked(
     """Re-use the active release when it is the one asked for, else bring up a candidate."""
     places, name = servers.places, request.serve.name
     servers.keeper.ensure_running()
-    promote.reconcile(servers, name, ready_seconds=request.serve.ready_timeout_seconds)
+    promote.settle(servers, name, ready_seconds=request.serve.ready_timeout_seconds)
     known = state.read(places)
     entry = known.names.get(name, state.Name())
     record = known.find(name, request.key)

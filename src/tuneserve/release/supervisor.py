@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 _START_SECONDS = 20.0
 _KILL_SECONDS = 10.0
+LOG_ROTATE_BYTES = 10 * 2**20
 RUN_VARIABLE = "TUNESERVE_RUN_ROOT"
 GATEWAY = "gateway"
 # What a model server has no use for and what must not show in any process's environment.
@@ -364,7 +365,7 @@ killasgroup=true
 stopwaitsecs={int(program.drain_seconds) + 30}
 redirect_stderr=true
 stdout_logfile={_escaped(program.log)}
-stdout_logfile_maxbytes=10MB
+stdout_logfile_maxbytes={LOG_ROTATE_BYTES}
 stdout_logfile_backups=3
 """
 
