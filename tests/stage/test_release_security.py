@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +16,7 @@ import httpx
 import pytest
 
 from tuneserve.errors import InputError, RunFileError
-from tuneserve.release import control
+from tuneserve.release import control, gateway
 from tuneserve.release.gateway import MAX_BODY_BYTES
 from tuneserve.release.layout import layout
 from tuneserve.release.stage import release
@@ -160,3 +162,17 @@ def test_an_open_address_without_a_key_is_refused(
     with pytest.raises(InputError, match="16 to 256"):
         release(house.request(api_key_env="DOOR_API_KEY"))
     assert not Keeper(layout()).running()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "0.0.0.0", "llm.example.org"])
+def test_caddy_accepts_the_configuration(tmp_path: Path, host: str) -> None:
+    places = layout(tmp_path / "run")
+    listen = gateway.listen_for(host, 8443, {"alice": "x"}, hold_seconds=10)
+    config = places.conf / "gateway.json"
+    config.write_text(json.dumps(gateway.caddy_config(places, listen)))
+    command = [gateway.caddy_binary(), "validate", "--config", str(config)]
+    environment = {**os.environ, "HOME": str(tmp_path), "XDG_DATA_HOME": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    made = json.loads(config.read_text())["apps"]["http"]["servers"]["gateway"]
+    assert ("automatic_https" not in made) == listen.tls == (host == "llm.example.org")

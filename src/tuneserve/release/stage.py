@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
+import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,6 +41,8 @@ _SIMPLE_PROMPT = [{"role": "user", "content": "Reply with one word: hello"}]
 
 def run(context: StageContext) -> dict[str, Any]:
     """The stage's entry: see `release`."""
+    # A cancelled run sends SIGTERM: what is under way is then undone like after any other error.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     return release(request_of(context))
 
 
