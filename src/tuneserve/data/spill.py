@@ -45,6 +45,7 @@ class Spill:
         self.close()
         for path in (self._ids_path, self._mask_path, self._messages_path):
             path.unlink(missing_ok=True)
+        self._ids_path.parent.rmdir()
 
     def add(self, result: Result) -> None:
         """Take the rows of a block."""
