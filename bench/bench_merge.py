@@ -1,8 +1,9 @@
 """The streaming merge beside ``cp -r && sync`` of the same checkpoint, on the same disk.
 
 Claims: at most 1.3 times the copy's time, and at most 700 MiB of resident memory (VmHWM, torch
-included) whatever the model's and the shards' size. Both are run as commands, in interleaved pairs, with the
-source's pages dropped from the cache before a cold run and read into it before a warm one.
+included) whatever the model's and the shards' size. Both are run as commands, in interleaved
+pairs, with the source's pages dropped from the cache before a cold run and read into it before a
+warm one.
 
     python bench/bench_merge.py --quick           4.5 GB, two cold pairs, writes nothing
     python bench/bench_merge.py                   8.2 GB as one file and with one 5 GB shard, cold

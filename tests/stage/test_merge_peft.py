@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -342,3 +343,60 @@ def test_a_tied_base_that_stores_its_head_as_well(extra: dict[str, Any], tmp_pat
     assert after["lm_head.weight"].equal(after["model.embed_tokens.weight"]) is follows
     assert after["model.embed_tokens.weight"].equal(weights["lm_head.weight"]) is not follows
     torch.testing.assert_close(logits(load(tmp_path / "out")), logits(live), rtol=1e-4, atol=1e-4)
+
+
+MORE_SEEDS = [pytest.param(n, marks=pytest.mark.full) for n in range(6, 60)]
+
+
+@pytest.mark.parametrize("seed", [*range(6), *MORE_SEEDS])
+def test_random_architectures(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Odd shapes, one to seven files, mixed dtypes, tied or not, tiles down to their floor."""
+    chance = random.Random(seed)
+    family = chance.choice([llama, qwen, phi3, gpt2])
+    shape: dict[str, Any] = {"tie_word_embeddings": chance.random() < 0.5}
+    if family is gpt2:
+        heads = chance.choice([1, 2, 3])
+        shape |= {"n_head": heads, "n_embd": heads * chance.choice([24, 50, 66])}
+        targets = ["c_attn", "c_proj", "c_fc"]
+    else:
+        heads = chance.choice([2, 4])
+        shape |= {
+            "num_attention_heads": heads,
+            "num_key_value_heads": chance.choice([1, 2]),
+            "hidden_size": heads * chance.choice([18, 34, 66]),
+            "intermediate_size": chance.randrange(70, 400),
+            "vocab_size": chance.randrange(60, 400),
+            "num_hidden_layers": chance.choice([1, 3]),
+        }
+        targets = ["qkv_proj", "o_proj", "gate_up_proj"] if family is phi3 else ALL
+    dtype = chance.choice([torch.bfloat16, torch.float16, torch.float32])
+    size = chance.choice(["5GB", "400KB", "200KB"])
+    base = make_base(tmp_path / "base", family(**shape), dtype, size)
+    if chance.random() < 0.5:  # norms are often kept in another dtype than the rest
+        for path in base.glob("*.safetensors"):
+            values = load_file(path)
+            values = {k: v.float() if "norm" in k else v for k, v in values.items()}
+            save_file(values, path, {"format": "pt"})
+    settings = {
+        "r": chance.choice([1, 3, 8, 32]),
+        "lora_alpha": chance.choice([5, 16]),
+        "use_rslora": chance.random() < 0.3,
+        "use_dora": chance.random() < 0.3,
+        "target_modules": chance.sample(targets, chance.randrange(1, len(targets) + 1)),
+        "fan_in_fan_out": family is gpt2,
+        "task_type": "CAUSAL_LM",
+    }
+    train(load(base), LoraConfig(**settings)).save_pretrained(tmp_path / "adapter")
+    monkeypatch.setattr(
+        "tuneserve.merge.tiling.DEFAULT_PIECE_BYTES", chance.choice([1, 10**4, 2**22])
+    )
+
+    merge_adapter(base, tmp_path / "adapter", tmp_path / "out", sample=False)
+
+    theirs = PeftModel.from_pretrained(load(base), tmp_path / "adapter").merge_and_unload()
+    expected, before, after = theirs.state_dict(), stored(base), stored(tmp_path / "out")
+    assert after.keys() == before.keys()
+    for name, value in after.items():
+        assert value.dtype == before[name].dtype, name
+        assert torch.equal(value, expected[name].to(value.dtype)), name
+    assert Checkpoint.open(tmp_path / "out").shards[0].raw == Checkpoint.open(base).shards[0].raw

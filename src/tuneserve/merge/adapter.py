@@ -302,7 +302,7 @@ def _lora(
 def _token_rows(
     config: Mapping[str, Any], module: str, info: TensorInfo, problems: list[str]
 ) -> tuple[int, ...] | None:
-    """The row numbers of retrained tokens; a plain list in the config is for the input embedding."""
+    """The row numbers of retrained tokens; a plain list in the config is for every embedding."""
     indices = config.get("trainable_token_indices") or []
     if isinstance(indices, dict):
         keys = [k for k in indices if module == k or module.endswith(f".{k}")]

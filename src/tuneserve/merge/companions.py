@@ -95,10 +95,10 @@ def collect(
     source = tokenizer_from or adapter
     tokenizer = _tokenizer(source)
     if not tokenizer and tokenizer_from is None:
-        notes.append(f"{adapter} holds no tokenizer: the base's is taken")
+        notes.append("the adapter's folder holds no tokenizer: the base's is taken")
         source, tokenizer = base, _tokenizer(base)
     if not tokenizer:
-        notes.append(f"{source} holds no tokenizer: the merged folder has none")
+        notes.append("no tokenizer was found: the merged folder has none")
     files.update(tokenizer)
     generation = _generation_config((source, adapter, base), base, config, notes)
     if generation is not None:
@@ -194,7 +194,7 @@ def _generation_config(
         generation = json.loads(raw)
         assert isinstance(generation, dict)
     except (ValueError, AssertionError):
-        notes.append(f"{path} is not a JSON object: left out")
+        notes.append("generation_config.json is not a JSON object: left out")
         return None
     repaired = _with_all_ends(_valid(generation, notes), base, config, notes)
     if repaired == generation:

@@ -412,7 +412,7 @@ def _locator(base: Checkpoint, adapter: Adapter) -> Callable[[str], str]:
 
 
 def _target_matcher(config: Mapping[str, Any]) -> Callable[[str], bool] | None:
-    """Whether PEFT would put an adapter on a module of this path; None where that needs the model."""
+    """Whether PEFT would put an adapter on a module path; None where that needs the model."""
     targets = config.get("target_modules")
     if config.get("layers_to_transform") is not None or config.get("exclude_modules"):
         return None

@@ -93,7 +93,7 @@ def _check_fingerprint(base: Path, adapter: Path, notes: list[str]) -> bool:
     path = adapter / "base_fingerprint.json"
     if not path.is_file():
         notes.append(
-            f"{adapter} does not say which base it was trained on: shapes alone are checked"
+            "the adapter does not say which base it was trained on: only shapes were checked"
         )
         return False
     differences = compare(small.read_json(path), base)
