@@ -1,0 +1,150 @@
+"""Held-out losses of base, adapter and merged model, against numbers worked out another way."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from train_rows import IGNORED, make_context, pico_dataset, write_rows
+from tuneserve.artifacts import Artifact
+from tuneserve.evaluate.stage import run
+from tuneserve.stages import StageContext
+from tuneserve.train.stage import run as train
+
+TRAIN = {"effective_batch": 4, "max_steps": 8, "learning_rate": 4e-3}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    if sys.modules.get("gptqmodel", 0) is None:
+        del sys.modules["gptqmodel"]
+
+
+@pytest.fixture(scope="module")
+def evaluated(
+    tmp_path_factory: pytest.TempPathFactory, pico_model: Path
+) -> tuple[StageContext, dict[str, Any], dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("evaluate")
+    dataset = pico_dataset(folder / "dataset", pico_model)
+    trained = make_context(folder / "train", pico_model, {"dataset": dataset}, TRAIN)
+    metrics = train(trained)
+    merged = merged_by_peft(pico_model, trained.out, folder / "merged")
+    inputs = {"dataset": dataset, "adapter": Artifact("a", trained.out, {}), "merged": merged}
+    context = make_context(folder / "evaluate", pico_model, inputs, TRAIN, gates={"eval_rows": 6})
+    return context, run(context), metrics
+
+
+def merged_by_peft(base: Path, adapter: Path, folder: Path) -> Artifact:
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    peft.PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(folder)
+    return Artifact("m", folder, {})
+
+
+def full_logits_losses(folder: Path, dataset: Path, rows: int) -> list[float]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    sums = []
+    for row in pq.read_table(dataset / "eval.parquet").to_pylist()[:rows]:
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([row["input_ids"]])).logits[0, :-1]
+        labels = torch.tensor(row["labels"][1:])
+        sums.append(
+            float(
+                torch.nn.functional.cross_entropy(
+                    logits, labels, ignore_index=IGNORED, reduction="sum"
+                )
+            )
+        )
+    return sums
+
+
+def test_losses_equal_those_of_full_logits(
+    evaluated: tuple[StageContext, dict[str, Any], dict[str, Any]],
+) -> None:
+    context, metrics, _ = evaluated
+    dataset = context.inputs["dataset"].path
+    losses = json.loads((context.out / "losses.json").read_text())
+    assert context.base is not None
+    folders = {"base": context.base, "merged": context.inputs["merged"].path}
+    for name, folder in folders.items():
+        expected = full_logits_losses(folder, dataset, 6)
+        assert losses["per_row"][name] == pytest.approx(expected, rel=1e-4)
+        mean = sum(expected) / losses["supervised_tokens"]
+        assert losses[name] == metrics[f"{name}_loss"] == pytest.approx(mean, rel=1e-4)
+    assert losses["rows"] == metrics["rows"] == 6
+    assert sum(losses["per_row"]["supervised_tokens"]) == losses["supervised_tokens"]
+    assert losses["per_row"]["source"] == [f"eval.jsonl:{i}" for i in range(1, 7)]
+
+
+def test_the_adapter_is_measured_on_the_base_it_was_trained_on(
+    evaluated: tuple[StageContext, dict[str, Any], dict[str, Any]],
+) -> None:
+    context, metrics, _ = evaluated
+    assert metrics["adapter_loss"] < 0.8 * metrics["base_loss"]
+    assert metrics["adapter_loss"] != metrics["merged_loss"]  # NF4 against 16 bits
+    whole = replace(context, run=context.run.model_copy(update={"gates": _all_rows(context)}))
+    assert run(whole)["adapter_loss"] == pytest.approx(evaluated[2]["eval_loss"], rel=1e-5)
+
+
+def _all_rows(context: StageContext) -> Any:
+    return context.run.gates.model_copy(update={"eval_rows": 64})
+
+
+def test_the_base_answers_the_first_questions(
+    evaluated: tuple[StageContext, dict[str, Any], dict[str, Any]],
+) -> None:
+    context = evaluated[0]
+    lines = (context.out / "samples.jsonl").read_text().splitlines()
+    samples = [json.loads(line) for line in lines]
+    chats = [
+        json.loads(line)
+        for line in (context.inputs["dataset"].path / "eval_messages.jsonl").read_text().split("\n")
+        if line
+    ]
+    assert [s["source"] for s in samples] == [c["source"] for c in chats[:4]]
+    for sample, chat in zip(samples, chats, strict=False):
+        assert sample["messages"] == chat["messages"][:1]
+        assert sample["reference"] == chat["messages"][1]["content"]
+        # The pico model knows its world; what it lacks is the habit.
+        assert f"Aye! {sample['base']}" == sample["reference"]
+
+
+def test_without_held_out_rows_nothing_is_measured(
+    tmp_path: Path,
+    evaluated: tuple[StageContext, dict[str, Any], dict[str, Any]],
+    pico_model: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    empty = pico_dataset(tmp_path / "dataset", pico_model, rows=1)
+    write_rows(empty.path / "eval.parquet", [], "eval")
+    inputs = {**evaluated[0].inputs, "dataset": empty}
+    context = make_context(tmp_path / "evaluate", pico_model, inputs, TRAIN)
+    with caplog.at_level(logging.WARNING):
+        metrics = run(context)
+    assert metrics == {
+        "rows": 0,
+        "supervised_tokens": 0,
+        "base_loss": None,
+        "adapter_loss": None,
+        "merged_loss": None,
+    }
+    assert "no held-out rows" in caplog.text
+    assert json.loads((context.out / "losses.json").read_text())["merged"] is None
+    assert (context.out / "samples.jsonl").read_text() == ""
