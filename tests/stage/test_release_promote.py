@@ -219,31 +219,29 @@ def _answer(answer: httpx.Response, stream: bool) -> str:
     return "".join(choice["delta"]["content"] for choice in choices)
 
 
-@pytest.mark.parametrize(
-    ("behaviour", "error", "words"),
-    [
-        ({"die": "ValueError: 9.0 GiB KV cache is needed"}, OutOfMemory, "KV cache is needed"),
-        ({"die": "RuntimeError: some other reason"}, ServerError, "some other reason"),
-        ({"names": ["somebody-else"]}, ServerError, "somebody-else"),
-        ({"shift": 3}, GateRefused, "index 3"),
-        ({"never_stop": True}, GateRefused, "ended by itself"),
-        ({"nats": 9.0}, GateRefused, "better than base: served 9.0000, base 3.0000"),
-    ],
-)
-def test_a_refused_candidate_leaves_the_champion_and_no_process(
-    house: House, behaviour: dict[str, Any], error: type[Exception], words: str
-) -> None:
+REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"die": "ValueError: 9.0 GiB KV cache is needed"}, OutOfMemory, "KV cache is needed"),
+    ({"die": "RuntimeError: some other reason"}, ServerError, "some other reason"),
+    ({"names": ["somebody-else"]}, ServerError, "somebody-else"),
+    ({"shift": 3}, GateRefused, "index 3"),
+    ({"never_stop": True}, GateRefused, "ended by itself"),
+    ({"nats": 9.0}, GateRefused, "better than base: served 9.0000, base 3.0000"),
+]
+
+
+def test_refused_candidates_leave_the_champion_and_no_process(house: House) -> None:
     losses = {"base": 3.0, "merged": 1.0}
     champion = release(house.request("a", losses=losses))["release"]
     before = state.read(layout()).names
     running = set(keeper().members(server_program(champion)))
-    with pytest.raises(error, match=words):
-        release(house.request("bad", behaviour=behaviour, losses=losses))
-    assert state.read(layout()).names == before
-    assert current_release(layout(), "default") == champion
-    assert set(keeper().members(server_program(champion))) == running
-    assert set(keeper().all()) == {GATEWAY, server_program(champion)}
-    assert house.chat().headers["x-tuneserve-release"] == champion
+    for number, (behaviour, error, words) in enumerate(REFUSALS):
+        with pytest.raises(error, match=words):
+            release(house.request(f"bad{number}", behaviour=behaviour, losses=losses))
+        assert state.read(layout()).names == before, behaviour
+        assert current_release(layout(), "default") == champion
+        assert set(keeper().members(server_program(champion))) == running
+        assert set(keeper().all()) == {GATEWAY, server_program(champion)}
+        assert house.chat().headers["x-tuneserve-release"] == champion
 
 
 def test_a_refused_first_candidate_leaves_nothing(house: House) -> None:
@@ -410,16 +408,26 @@ def test_rollback_without_history_says_so(house: House) -> None:
         control.rollback()
 
 
+RELEASE = [
+    sys.executable,
+    "-c",
+    "import pickle, sys; from tuneserve.release.stage import release; "
+    "release(pickle.loads(bytes.fromhex(sys.argv[1])))",
+]
+
+
+def test_daemons_hold_no_descriptor_of_the_command(house: House) -> None:
+    # ends only when every holder of the pipes has closed them
+    command = [*RELEASE, pickle.dumps(house.request()).hex()]
+    done = subprocess.run(command, capture_output=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert house.chat().is_success
+
+
 def test_a_candidate_ends_when_its_prover_is_killed(house: House) -> None:
     champion = release(house.request("a"))["release"]
     request = house.request("b", behaviour={"start_seconds": 60})
-    code = (
-        "import pickle,sys; from tuneserve.release.stage import release; "
-        "release(pickle.loads(bytes.fromhex(sys.argv[1])))"
-    )
-    prover = subprocess.Popen(
-        [sys.executable, "-c", code, pickle.dumps(request).hex()], env=os.environ
-    )
+    prover = subprocess.Popen([*RELEASE, pickle.dumps(request).hex()])
     other = wait_for(
         lambda: [n for n in keeper().all() if n not in (GATEWAY, server_program(champion))]
     )[0]
