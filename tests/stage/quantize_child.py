@@ -46,6 +46,7 @@ def main(root: Path) -> None:
     broken(keep, export)
     out_of_memory(keep, export)
     spoiled(root, keep)
+    keep("stage", lambda: as_stage(root))
     keep("references", lambda: references(root))
     (root / "account.json").write_text(json.dumps(account))
 
@@ -139,6 +140,34 @@ def spoiled(root: Path, keep: Any) -> None:
     save_file(tensors, root / "overflow" / "model.safetensors", metadata={"format": "pt"})
     with mock.patch("tuneserve.quantize.smoke.MAX_LOSS_INCREASE", 1e9):
         keep("overflow", smoke("overflow", "gptq"))
+
+
+def as_stage(root: Path) -> dict[str, Any]:
+    """The same export as a stage of a run fills its artifact folder."""
+    from tuneserve.artifacts import Artifact
+    from tuneserve.config import RunFile
+    from tuneserve.quantize import stage
+    from tuneserve.stages import StageContext
+
+    run = RunFile.model_validate(
+        {
+            "name": "demo",
+            "model": {"base": "somewhere"},
+            "data": {"train": ["chats.jsonl"]},
+            "quantize": SECTION.model_dump(),
+        }
+    )
+    for folder in ("stage", "stage_work"):
+        (root / folder).mkdir()
+    inputs = {
+        "merged": Artifact("merged-1", root / "model", {}),
+        "dataset": Artifact("dataset-1", root / "dataset", {}),
+    }
+    return stage.run(
+        StageContext(
+            run, None, inputs, root / "stage", root / "stage_work", settings={"method": "gptq"}
+        )
+    )
 
 
 def references(root: Path) -> dict[str, Any]:

@@ -197,3 +197,79 @@ def test_only_our_lines_are_shown(exports: dict[str, Any]) -> None:
     assert exports["stdout"] == ""
     assert "quantize: 2/2 layers" in exports["stderr"]
     assert "GPT-QModel" not in exports["stderr"] and "Forward rows" not in exports["stderr"]
+
+
+def test_the_stage_fills_its_folder_with_the_same_export(exports: dict[str, Any]) -> None:
+    metrics = exports["stage"]
+    wanted = {"method", "calibration_rows", "calibration_tokens", "mean_loss", "worst_module"}
+    assert wanted | {"fallbacks", "bytes", "seconds_per_layer"} <= set(metrics)
+    one, two = exports["root"] / "gptq", exports["root"] / "stage"
+    assert metrics["bytes"] == sum(p.stat().st_size for p in two.iterdir())
+    assert sorted(p.name for p in one.iterdir()) == sorted(p.name for p in two.iterdir())
+    weights = "model.safetensors"
+    assert (one / weights).read_bytes() == (two / weights).read_bytes()
+
+
+VLLM_CHILD = """
+import json, sys
+from vllm import LLM, SamplingParams
+
+if __name__ == "__main__":
+    rows = json.loads(sys.argv[2])
+    llm = LLM(sys.argv[1], enforce_eager=True, max_model_len=128, max_num_seqs=4)
+    wanted = SamplingParams(max_tokens=1, prompt_logprobs=1, temperature=0)
+    found = llm.generate([{"prompt_token_ids": row} for row in rows], wanted)
+    values = [
+        [at[token].logprob for at, token in zip(o.prompt_logprobs[1:], o.prompt_token_ids[1:])]
+        for o in found
+    ]
+    print("RESULT " + json.dumps(values))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_d03_a_real_vllm_loads_the_export_and_says_the_same(
+    exports: dict[str, Any], method: str, tmp_path: Path
+) -> None:
+    child = tmp_path / "child.py"
+    child.write_text(VLLM_CHILD)
+    rows = exports["references"]["rows"]
+    found = subprocess.run(
+        [sys.executable, str(child), str(exports["root"] / method), json.dumps(rows)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(_plugin_folder(tmp_path)),
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_INT4_W4A8": "0",
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+            "HF_HUB_OFFLINE": "1",
+        },
+        check=False,
+    )
+    lines = [x for x in found.stdout.splitlines() if x.startswith("RESULT ")]
+    assert lines, (found.stdout + found.stderr)[-4000:]
+    served = json.loads(lines[0].removeprefix("RESULT "))
+    expected = exports["references"][method]
+    differences = [
+        abs(a - b) for x, y in zip(served, expected, strict=True) for a, b in zip(x, y, strict=True)
+    ]
+    mean = sum(differences) / len(differences)
+    # bfloat16 activations in vLLM, float32 in the reference; a wrong zero point gives whole nats.
+    assert len(differences) > 100 and mean < 0.03, mean
+    loss = -sum(map(sum, served)) / len(differences)
+    assert loss < 1.0  # it answers like the model that learned, not like a guess (6.2 nats)
+
+
+def _plugin_folder(folder: Path) -> Path:
+    """vLLM's plugin of this project, also where the installed package does not announce it."""
+    info = folder / "tuneserve_int4_test-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tuneserve-int4-test\nVersion: 0\n")
+    target = "tuneserve.quantize.vllm_cpu:register"
+    (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\ntuneserve_int4 = {target}\n")
+    return folder
