@@ -1,9 +1,10 @@
 """Measures `validate` against the bare tokenizer on the same rows.
 
-`ratio`: tokens per second of the whole gate (read, parse, check, render, tokenize, prove, split, write) over
-tokens per second of `tokenizers` alone on the rendered texts, one process each, interleaved, medians.
-Starting up (loading the tokenizer, drawing the picture) is in neither; `start_seconds` says what it costs.
-`speedup`: two processes over one. `peak_rss_bytes`: the sum of VmHWM over all processes of the gate.
+`ratio`: tokens per second of the whole gate (read, parse, check, render, tokenize, prove, split,
+write) over tokens per second of `tokenizers` alone on the rendered texts, one process each,
+interleaved, medians. Starting up (loading the tokenizer, drawing the picture) is in neither;
+`start_seconds` says what it costs. `speedup`: two processes over one. `peak_rss_bytes`: the sum of
+VmHWM over all processes of the gate.
 
     python bench/bench_validate.py [--quick] [--rows N] [--base DIR]
 """

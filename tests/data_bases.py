@@ -1,4 +1,4 @@
-"""Tiny tokenizers, chat templates of six styles, and base folders without torch, for the data gate's tests."""
+"""Tiny tokenizers, chat templates of six styles, and base folders made without torch."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ TEXT = [
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
-    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}"
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}"  # noqa: E501
     "{% else %}{{ m['content'] }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 LLAMA3 = (
     "{{ '<s>' }}{% for m in messages %}"
-    "{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' + m['content'] | trim + '<|eot_id|>' }}"
+    "{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' + m['content'] | trim + '<|eot_id|>' }}"  # noqa: E501
     "{% endfor %}{% if add_generation_prompt %}"
     "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
@@ -74,7 +74,7 @@ DEFAULT_SYSTEM = (
 REWRITING = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
     "{% if m.role == 'assistant' %}{% set answer = m.content.split('</think>')[-1].lstrip('\n') %}"
-    "{% if loop.last %}{% set thought = m.content.split('</think>')[0].split('<think>')[-1].strip('\n')"
+    "{% if loop.last %}{% set thought = m.content.split('</think>')[0].split('<think>')[-1].strip('\n')"  # noqa: E501
     " if '</think>' in m.content else '' %}"
     "{{ '<think>\n' + thought + '\n</think>\n\n' + answer }}{% else %}{{ answer }}{% endif %}"
     "{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
@@ -133,7 +133,7 @@ def byte_tokenizer(*, nfc: bool = False, gpt2: bool = False) -> Tokenizer:
 
 
 def spaced_tokenizer() -> Tokenizer:
-    """A BPE over spaces written as a letter, as SentencePiece models have it; unknown letters are <unk>."""
+    """A BPE that writes spaces as a letter, like SentencePiece; unknown letters are <unk>."""
     made = Tokenizer(models.BPE(unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
     made.decoder = decoders.Metaspace(prepend_scheme="never")
@@ -194,7 +194,7 @@ def make_base(
     vocab_rows: int | None = None,
     generation: dict[str, Any] | None = None,
 ) -> Path:
-    """A folder with a tokenizer, a config and an embedding, which is all that the gate reads of a base."""
+    """A folder with a tokenizer, a config and an embedding: all that the gate reads."""
     folder.mkdir(parents=True)
     tokenizer = byte_tokenizer()
     tokenizer.save(str(folder / "tokenizer.json"))

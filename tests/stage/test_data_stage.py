@@ -36,7 +36,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def fast_tokenizer_child(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Importing transformers takes seconds: most tests load the tokenizer in this process instead."""
+    """Importing transformers takes seconds: most tests load the tokenizer right here."""
     if request.node.name.startswith("test_real"):
         return
     from tuneserve.data import prepare, tokenizer_child
@@ -116,7 +116,7 @@ def test_real_rejected_cases_and_the_artifact(tmp_path: Path) -> None:
 
 
 def _check_against_transformers(out: Path) -> None:
-    """The ids are those of AutoTokenizer on the folder passed on, the labels the answers' and their ends."""
+    """The ids are AutoTokenizer's on the folder passed on, the labels the answers'."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(out / "tokenizer")
@@ -313,11 +313,14 @@ def test_real_data_sets(tmp_path: Path) -> None:
 
     base = resolve_base(ModelSection(base="builtin:smollm2-135m"))
     metrics = run(bases.make_context(tmp_path, base, paths, max_length=8192))
-    assert metrics["rows_read"] == sum(rows.values()) and set(metrics["reasons"]) == {"duplicate"}
+    assert metrics["rows_read"] == sum(rows.values())
+    assert set(metrics["reasons"]) == {"duplicate", "too_long"}
+    assert metrics["reasons"]["too_long"] == 1  # one answer of 11,632 tokens
     assert list(metrics["formats"].values()) == ["alpaca", "alpaca", "sharegpt", "messages"]
     assert metrics["warnings"]["placeholder"] == 50
     out = tmp_path / "out"
-    # SmolLM2's template knows no tools: the one that is passed on does, and transformers agrees on the ids.
+    # SmolLM2's template knows no tools: the one that is passed on does, and transformers agrees on
+    # the ids.
     assert "<tool_call>" in (out / "tokenizer" / "chat_template.jinja").read_text()
     tokenizer = AutoTokenizer.from_pretrained(out / "tokenizer")
     pairs = list(zip(table(out, "eval"), lines(out / "eval_messages.jsonl"), strict=True))

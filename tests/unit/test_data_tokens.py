@@ -98,7 +98,8 @@ def test_supervised_tokens_are_the_answers(
     turns: list[dict[str, Any]] = []
     for number, text in enumerate(texts):
         turns.append({"role": "user", "content": f"{number}? {text}"})
-        # An answer that begins with white space may merge with the prompt: such rows are rejected below.
+        # An answer that begins with white space may merge with the prompt: such rows are rejected
+        # below.
         answer = f"A{number} {text}"
         turns.append({"role": "assistant", "content": answer, "weight": int(weights[number])})
     result = run(worker, {"messages": turns})
@@ -229,7 +230,8 @@ def test_a04_bos() -> None:
 
 
 def test_a06_a_boundary_inside_a_token_is_reported() -> None:
-    # The tokenizer knows two line feeds as one token, so an answer that begins with one swallows the prompt's.
+    # The tokenizer knows two line feeds as one token, so an answer that begins with one swallows
+    # the prompt's.
     worker = worker_of(bases.STYLES[4])
     assert worker.engine.encode("\n\n").ids == [worker.engine.tokenizer.token_to_id("\u010a\u010a")]
     result = run(worker, bases.chat("q", "\nanswer"))

@@ -13,8 +13,8 @@ def check_class_labels(values: Iterable[Any], classes: int) -> Counter[int]:
     """Count labels that are all integers in 0..classes-1.
 
     Raises:
-        RowError: The first value that is not an integer (booleans, floats, strings and NaN are not), or
-            lies outside; the message holds a histogram of the integers seen.
+        RowError: The first value that is not an integer (booleans, floats, strings and NaN are
+            not), or lies outside; the message holds a histogram of the integers seen.
     """
     histogram: Counter[int] = Counter()
     wrong: tuple[int, int] | None = None
@@ -39,7 +39,7 @@ def check_class_labels(values: Iterable[Any], classes: int) -> Counter[int]:
 
 
 def describe_labels(rows: list[dict[str, Any]]) -> str:
-    """A histogram of the labels of some rows, and what would be wrong with them for a classifier."""
+    """A histogram of some rows' labels, and what a classifier would find wrong with them."""
     values = [row.get("label") for row in rows]
     counts = Counter(repr(value) for value in values)
     shown = ", ".join(f"{value}: {count}" for value, count in counts.most_common(10))

@@ -17,8 +17,8 @@ class Code:
 
     Attributes:
         name: The stable code.
-        level: ``reject``: bad data, counts against `data.max_rejected`; ``policy``: a good row that the run
-            file asks to leave out; ``warning``: the row is kept.
+        level: ``reject``: bad data, counts against `data.max_rejected`; ``policy``: a good row that
+            the run file asks to leave out; ``warning``: the row is kept.
         meaning: What was found.
         hint: What to do about it.
     """
@@ -99,7 +99,8 @@ class RowError(Exception):
         code: A key of `CODES`.
         message: What was found, without the place.
         offset: Where in the row's text, in characters from its start.
-        path: Where in the parsed row, for example ``("messages", 3, "role")``; used when `offset` is None.
+        path: Where in the parsed row, for example ``("messages", 3, "role")``; used when `offset`
+            is None.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Checks of a conversation that need no template and no tokenizer, and what makes two of them the same."""
+"""Checks of a conversation that need no tokenizer, and what makes two of them the same."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from tuneserve.data.formats import Conversation
 _PLACEHOLDER = re.compile(r"\{\{\s*[\w.\- ]+\s*\}\}")
 # What broken exports write for "no value": str(None), JavaScript's null, pandas' NaN.
 _NULLS = {"None", "null", "NULL", "Null", "nan", "NaN"}
-# White space and characters without width: separators, joiners, directional marks, the BOM, the soft hyphen.
+# White space and characters without width: separators, joiners, directional marks, the BOM, the
+# soft hyphen.
 _UNSEEN = (
     "\\s\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180e\u200b-\u200f\u202a-\u202e\u2060-\u206f"
     "\u2800\u3164\ufe00-\ufe0f\ufeff\uffa0"
@@ -91,7 +92,7 @@ def _list(roles: list[str]) -> str:
 
 
 class ControlTokens:
-    """Finds the tokenizer's control tokens inside text, where they would act as if the template wrote them.
+    """Finds control tokens inside text, where they would act as if the template wrote them.
 
     Args:
         tokens: Contents of the special tokens.
@@ -159,7 +160,7 @@ def _defused(match: re.Match[str]) -> str:
 
 
 def normalized(message: dict[str, Any]) -> str:
-    """A message's text without what makes no difference: white space, case, key order of arguments."""
+    """A message's text without white space, case and key order, which make no difference."""
     text = " ".join((message["content"] or "").split()).casefold()
     if not text.isascii():
         text = " ".join(_INVISIBLE.sub(" ", unicodedata.normalize("NFC", text)).split())

@@ -13,7 +13,7 @@ Ids = npt.NDArray[np.int32]
 
 
 def byte_decoder() -> dict[str, int]:
-    """GPT-2's bijection from printable characters to bytes (openai/gpt-2, `encoder.py`), by its rule.
+    """GPT-2's bijection from printable characters to bytes (openai/gpt-2, `encoder.py`).
 
     Printable bytes stand for themselves; the others get 256, 257, ... in order.
     """
@@ -93,8 +93,9 @@ class Engine:
     def tail_ids(self, before: int, tail: bytes) -> list[int]:
         """The ids of a text that follows the added token `before` (-1: the text's beginning).
 
-        Added tokens split the text before anything else is done, so the ids behind one do not depend on
-        what is in front of it. Tails are mostly the template's constant prompt for an answer: cached.
+        Added tokens split the text before anything else is done, so the ids behind one do not
+        depend on what is in front of it. Tails are mostly the template's constant prompt for an
+        answer: cached.
         """
         found = self._tails.get((before, tail))
         if found is None:

@@ -36,7 +36,8 @@ def expand_paths(paths: list[str]) -> list[str]:
     """The data files that paths stand for.
 
     Args:
-        paths: Files, folders (searched recursively by ending), globs, and URLs of anything fsspec knows.
+        paths: Files, folders (searched recursively by ending), globs, and URLs of anything fsspec
+            knows.
 
     Returns:
         Files, each once, sorted within each path.

@@ -1,7 +1,8 @@
 """Row formats: which one a row has, and how it becomes OpenAI messages.
 
-OpenAI chat format: https://platform.openai.com/docs/api-reference/chat (messages, tools, tool_calls).
-ShareGPT and Alpaca as LLaMA-Factory documents them (data/README.md there); prompt/completion as TRL.
+OpenAI chat format: https://platform.openai.com/docs/api-reference/chat (messages, tools,
+tool_calls). ShareGPT and Alpaca as LLaMA-Factory documents them (data/README.md there);
+prompt/completion as TRL.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ _FROM_NAMES = {
 }
 _TURN_KEYS = ("messages", "conversations", "conversation")
 REFUSED = {
-    "preference": "preference pairs (a chosen and a rejected answer to one prompt), which are for DPO and "
-    "similar methods; supervised fine-tuning needs conversations with one answer",
+    "preference": "preference pairs (a chosen and a rejected answer to one prompt), which are for "
+    "DPO and similar methods; supervised fine-tuning needs conversations with one answer",
     "class_label": "texts with class labels, which are for classifiers; a chat model learns from "
     "conversations whose answer says the class",
     "tokenized": "token ids instead of text; they cannot be checked against the chat template",
@@ -262,7 +263,8 @@ def _tools(row: dict[str, Any]) -> list[dict[str, Any]] | None:
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             message = f"tool {index + 1} has no function name"
             raise RowError("bad_tool_call", message, path=("tools", index))
-        # The three fields and their order that vLLM's request model has, so that the rendering agrees.
+        # The three fields and their order that vLLM's request model has, so that the rendering
+        # agrees.
         known = {key: function.get(key) for key in ("name", "description", "parameters")}
         tools.append({"type": "function", "function": known})
     return tools

@@ -17,7 +17,8 @@ from tuneserve.errors import OutOfMemory
 # Below this, starting workers costs more than they save.
 _WORTH_WORKERS_BYTES = 4 * 2**20
 _MOST_WORKERS = 16
-# Blocks waiting per worker: enough that none idles while the parent writes, few enough to bound memory.
+# Blocks waiting per worker: enough that none idles while the parent writes, few enough to bound
+# memory.
 _AHEAD = 3
 _worker: Worker | None = None
 

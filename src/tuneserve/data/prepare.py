@@ -48,7 +48,7 @@ class Prepared:
 
 
 def start_tokenizer(context: StageContext) -> subprocess.Popen[str]:
-    """Start the child that loads the tokenizer with transformers; it works while files are opened."""
+    """Start the child that loads the tokenizer; it works while the files are opened."""
     assert context.base is not None
     request = {
         "base": str(context.base),
@@ -119,8 +119,8 @@ def save_tool_template(context: StageContext, prepared: Prepared) -> None:
     source = prepared.tool_template.sources["default"]
     replace_template(context.out / TOKENIZER, source)
     prepared.facts.notes.append(
-        "the base's template shows no tools; a prelude that writes them was put before it (the format "
-        "of Hermes models: serve.tool_parser: hermes reads the calls back)"
+        "the base's template shows no tools; a prelude that writes them was put before it (the "
+        "format of Hermes models: serve.tool_parser: hermes reads the calls back)"
     )
 
 
@@ -172,14 +172,15 @@ def embedding_rows(base: Path, config: dict[str, Any]) -> int:
 
 
 def check_context(config: dict[str, Any], tokenizer_limit: int, max_length: int) -> None:
-    """Refuse rows longer than the model's positions; models without absolute limit have none to break.
+    """Refuse rows longer than the model has positions.
 
     Raises:
         DataError: `max_length` is larger.
     """
     text = config.get("text_config") or config
     limits = [text[name] for name in _CONTEXT_FIELDS if isinstance(text.get(name), int)]
-    # Tokenizers without a limit say 1e30; one that says something real bounds models that say nothing.
+    # Tokenizers without a limit say 1e30; one that says something real bounds models that say
+    # nothing.
     if not limits and tokenizer_limit < 10**9:
         limits = [tokenizer_limit]
     if limits and max_length > limits[0]:

@@ -1,4 +1,4 @@
-"""What the chat template does, found by rendering a few small conversations before any row is read."""
+"""What the chat template does, found by rendering a few conversations before any row."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def examine(template: ChatTemplate, engine: Engine) -> TemplateFacts:
             (i for i, (a, b) in enumerate(zip(text, prompt, strict=False)) if a != b), len(text)
         )
         raise _refused(
-            f"the prompt for an answer is not the beginning of the conversation with the answer; they "
+            f"the prompt for an answer is not the beginning of the conversation with it; they "
             f"differ at character {at}: prompt {prompt[at : at + 20]!r}, conversation "
             f"{text[at : at + 20]!r}"
         )
@@ -126,7 +126,7 @@ def examine(template: ChatTemplate, engine: Engine) -> TemplateFacts:
         differ = (i for i, (a, b) in enumerate(zip(own, ids, strict=False)) if a != b)
         at = next(differ, min(len(own), len(ids)))
         raise _refused(
-            "the ids of the prompt for an answer are not the first ids of the conversation; the first "
+            "the ids of the prompt for an answer are not the conversation's first ids; the first "
             f"index that differs is {at}"
         )
     if _ANSWERS[0] not in text[len(prompt) :]:
@@ -142,8 +142,8 @@ def examine(template: ChatTemplate, engine: Engine) -> TemplateFacts:
     end_text = str(engine.tokenizer.id_to_token(end_id))
     if extra:
         notes.append(
-            f"answers end with {end_text}, which is not among the base's stop tokens: it was added to "
-            "generation_config.json, so that the server stops there"
+            f"answers end with {end_text}, which is not among the base's stop tokens: it was added "
+            "to generation_config.json, so that the server stops there"
         )
     if engine.bos_id is not None and ids[:2] == [engine.bos_id, engine.bos_id]:
         raise _refused("it begins with two BOS tokens")
@@ -159,8 +159,8 @@ def _end_token(engine: Engine, rest: str) -> tuple[int, str]:
         if engine.is_control[id] or engine.is_stop[id]:
             return id, rest[:end]
     raise _refused(
-        f"it ends an answer with {rest!r}, which holds no control token, so a model trained with it would "
-        "never stop"
+        f"it ends an answer with {rest!r}, which holds no control token, so a model trained with "
+        "it would never stop"
     )
 
 
@@ -188,7 +188,7 @@ def _examine_more(template: ChatTemplate, frames: Frames, after: str) -> list[st
 
 
 def add_tools(template: ChatTemplate) -> ChatTemplate | None:
-    """The template itself when it shows tools, else one with a prelude for them; None when none fits."""
+    """The template when it shows tools, else one with a prelude for them, else None."""
     if shows_tools(template):
         return template
     targets: tuple[Literal["system", "user"], ...] = ("system", "user")

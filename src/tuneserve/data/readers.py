@@ -1,7 +1,8 @@
 """Files to blocks of rows, in bounded memory: the parent cuts, the workers parse.
 
-JSON Lines is cut at line feeds only (RFC 8259 allows U+2028 inside strings, and `str.splitlines` would cut
-there). An array is cut at its elements. CSV (RFC 4180) and Parquet give rows that are parsed already.
+JSON Lines is cut at line feeds only (RFC 8259 allows U+2028 inside strings, and `str.splitlines`
+would cut there). An array is cut at its elements. CSV (RFC 4180) and Parquet give rows that are
+parsed already.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from tuneserve.errors import DataError
 
 BLOCK_BYTES = 256 * 1024
 _BLOCK_ROWS = 256
-# A row of more is not a conversation; without a limit a file without line feeds would fill the memory.
+# A row of more is not a conversation; without a limit a file without line feeds would fill the
+# memory.
 MAX_ROW_BYTES = 64 * 2**20
 _BOM = codecs.BOM_UTF8
 # Cells of a CSV file that hold JSON when they begin like it.
@@ -35,8 +37,8 @@ class Block:
 
     Attributes:
         file: Index of the file.
-        kind: ``lines``: `data` is bytes whose first line has number `line`; ``elements``: `data` is a list of
-            (line, column, bytes); ``rows``: a list of (line, parsed row or its error).
+        kind: ``lines``: `data` is bytes whose first line has number `line`; ``elements``: `data` is
+            a list of (line, column, bytes); ``rows``: a list of (line, parsed row or its error).
         line: Number of the first line.
         data: See `kind`.
         read_bytes: How far the stored file has been read.
@@ -77,8 +79,8 @@ def read_blocks(path: str, file: int) -> Iterator[Block]:
     """All rows of a file, in order.
 
     Raises:
-        DataError: The file as a whole cannot be read: UTF-16, a damaged archive, a broken array, Parquet or
-            CSV, or nothing in it.
+        DataError: The file as a whole cannot be read: UTF-16, a damaged archive, a broken array,
+            Parquet or CSV, or nothing in it.
     """
     with open_raw(path) as raw:
         try:
@@ -144,8 +146,8 @@ _SEPARATOR = re.compile(r"[ \t\r\n]*")
 
 
 def _array(path: str, file: int, head: bytes, stream: IO[bytes]) -> Iterator[Block]:
-    # Only the ends of elements matter here: the worker parses strictly. Numbers stay text, so that a huge
-    # one is the row's error and not the file's.
+    # Only the ends of elements matter here: the worker parses strictly. Numbers stay text, so that
+    # a huge one is the row's error and not the file's.
     decoder = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=str)
     source = _Decoded(path, head.removeprefix(_BOM), stream)
     position = _Position()
@@ -285,8 +287,8 @@ def _csv(path: str, file: int, head: bytes, stream: IO[bytes]) -> Iterator[Block
         ) from error
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{path}:{line}:1: bad_encoding: byte 0x{error.object[error.start]:02X} in or after this "
-            "record is not UTF-8",
+            f"{path}:{line}:1: bad_encoding: byte 0x{error.object[error.start]:02X} in or after "
+            "this record is not UTF-8",
             expected="UTF-8",
             hint="save the file as UTF-8",
         ) from error

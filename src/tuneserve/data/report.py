@@ -183,9 +183,9 @@ def markdown(report: dict[str, Any]) -> str:
         f"| rows | {report['train_rows']} | {report['eval_rows']} |",
         f"| tokens | {report['train_tokens']} | {report['eval_tokens']} |",
         "",
-        f"Supervised: {report['supervised_tokens']} of {report['total_tokens']} tokens; every answer ends "
-        f"with `{_code(report['end_token']['text'])}` ({report['end_token']['id']}). Longest row: "
-        f"{report['longest_tokens']} of at most {report['max_length']} tokens "
+        f"Supervised: {report['supervised_tokens']} of {report['total_tokens']} tokens; each "
+        f"answer ends with `{_code(report['end_token']['text'])}` ({report['end_token']['id']}). "
+        f"Longest row: {report['longest_tokens']} of at most {report['max_length']} tokens "
         f"(too_long: {report['too_long']}).",
         "",
         "| tokens a row | " + " | ".join(f"p{p}" for p in report["length_percentiles"]) + " |",

@@ -141,7 +141,8 @@ def _format_of(path: str, wanted: str) -> str:
         keys = ", ".join(sorted(parsed[0].value)[:12]) or "none"
         raise DataError(
             f"{path}: no known format; the keys of its first row are {keys}",
-            expected="messages; conversations (from, value); instruction and output; or prompt and completion",
+            expected="messages; conversations (from, value); instruction and output; or prompt and "
+            "completion",
             hint="see docs/data.md for the formats, or remove the file",
         )
     return found

@@ -1,4 +1,4 @@
-"""Which rows are kept and on which side, from digests alone: no row's neighbour changes its side."""
+"""Which rows are kept, and on which side: from digests alone, whatever is beside them."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def first_occurrences(digests: Words) -> tuple[Bools, npt.NDArray[np.int64]]:
 def held_out(groups: Words, seed: int, fraction: float) -> Bools:
     """Which conversations are held out.
 
-    A group's side depends on its digest and the seed alone, so it stays when data is added. Lengths fall on
-    both sides alike because digests know nothing of them. When no group of a small data set falls below the
-    fraction, the one nearest to it is taken.
+    A group's side depends on its digest and the seed alone, so it stays when data is added. Lengths
+    fall on both sides alike because digests know nothing of them. When no group of a small data set
+    falls below the fraction, the one nearest to it is taken.
 
     Raises:
         ValueError: There are fewer than two groups, so that one side would be empty.
@@ -55,7 +55,7 @@ def held_out(groups: Words, seed: int, fraction: float) -> Bools:
 
 
 def _mix(words: Words) -> Words:
-    """SplitMix64's finalizer (Steele, Lea, Flood 2014): every bit of the input moves half of the output's."""
+    """SplitMix64's finalizer (Steele, Lea, Flood 2014): each input bit moves half the output's."""
     with np.errstate(over="ignore"):
         words = words + np.uint64(0x9E3779B97F4A7C15)
         words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -80,7 +80,7 @@ def length_strata(lengths: npt.NDArray[np.int64], out: Bools) -> list[dict[str, 
 
 
 def outliers(lengths: npt.NDArray[np.int64]) -> Bools:
-    """Rows far longer than the others: above the third quartile by three interquartile ranges of log length."""
+    """Rows far longer than most: three interquartile ranges of log length above the middle."""
     if len(lengths) < 20:
         return np.zeros(len(lengths), dtype=bool)
     logs = np.log(np.maximum(lengths, 1))

@@ -147,10 +147,10 @@ def _second_pass(
             side[keep] = held_out(groups[keep], data.seed, data.eval_fraction)
         except ValueError as error:
             raise DataError(
-                f"data.eval_fraction {data.eval_fraction} needs at least 2 conversations with different "
-                f"prompts to hold one out, but there is only {error}",
+                f"data.eval_fraction {data.eval_fraction} needs at least 2 conversations with "
+                f"different prompts to hold one out, but there is only {error}",
                 expected="at least 2 different conversations",
-                hint="add data, name a file in data.eval, or set data.eval_fraction: 0 to train without",
+                hint="add data, name a file in data.eval, or set data.eval_fraction: 0",
             ) from error
     side[~keep] = -1
     side_of_row = np.repeat(side, pieces)

@@ -1,7 +1,7 @@
 """JSON as RFC 8259 has it, with the place of every fault; nothing is coerced or resolved silently.
 
-Python's reader keeps the last of repeated keys, accepts NaN, and turns a lone surrogate escape into a string
-that no tokenizer takes. Here each of these is an error with a code and an offset.
+Python's reader keeps the last of repeated keys, accepts NaN, and turns a lone surrogate escape into
+a string that no tokenizer takes. Here each of these is an error with a code and an offset.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from tuneserve.data.codes import RowError
 
 MAX_DEPTH = 100
 _INT64 = 2**63
-# A double holds integers of up to 19 digits less exactly than int64; more digits cannot be int64 at all.
+# A double holds integers of up to 19 digits less exactly than int64; more digits cannot be int64 at
+# all.
 _MAX_INT_CHARS = 20
 _SPACE = re.compile(r"[ \t\r\n]*")
 _LONE_SURROGATE = re.compile(
@@ -159,7 +160,7 @@ def _deep_offset(text: str) -> int:
 
 
 def _offset_of(text: str, error: _Found) -> int:
-    """Offset of what a hook complained about: outside strings for numbers, the repetition for keys."""
+    """Offset of what a hook complained about: for keys, of the repetition."""
     if error.code == "duplicate_key":
         hits = [m.start() for m in re.finditer(re.escape(error.needle) + r"\s*:", text)]
         return hits[1] if len(hits) > 1 else 0

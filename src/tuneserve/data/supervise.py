@@ -1,14 +1,14 @@
 """From a conversation to token rows whose supervised tokens are proven, row by row.
 
-Method. For the answer at position i the server renders `messages[:i]` with the generation prompt; what the
-model must add is the rest up to the turn's end token. So the prompt's text must be the beginning of the
-row's text, and its ids the beginning of the row's ids; the answer's tokens are those between. This needs no
-`{% generation %}` tags and cannot be wrong where it succeeds. Where the beginnings differ because the
-template rewrites history (Qwen3 drops earlier thinking), the conversation becomes one row per answer, each
-rendered as the server renders it.
+Method. For the answer at position i the server renders `messages[:i]` with the generation prompt;
+what the model must add is the rest up to the turn's end token. So the prompt's text must be the
+beginning of the row's text, and its ids the beginning of the row's ids; the answer's tokens are
+those between. This needs no `{% generation %}` tags and cannot be wrong where it succeeds. Where
+the beginnings differ because the template rewrites history (Qwen3 drops earlier thinking), the
+conversation becomes one row per answer, each rendered as the server renders it.
 
-Proofs on every row: all tokens decode to the row's text; the supervised ones to the answers and their end
-tokens, with nothing around them that the template does not put around every answer.
+Proofs on every row: all tokens decode to the row's text; the supervised ones to the answers and
+their end tokens, with nothing around them that the template does not put around every answer.
 """
 
 from __future__ import annotations
@@ -147,14 +147,15 @@ def _piece_of_turn(
         at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(text), len(prompt)))
         raise RowError(
             "prefix_mismatch",
-            f"turn {number + 1}: the prompt is not the beginning of the row's text; the first difference is "
-            f"at character {at}: prompt {prompt[at : at + 20]!r}, row {text[at : at + 20]!r}",
+            f"turn {number + 1}: the prompt is not the beginning of the row's text; the first "
+            f"difference is at character {at}: prompt {prompt[at : at + 20]!r}, row "
+            f"{text[at : at + 20]!r}",
         )
     return Piece(text, number + 1, [(len(prompt), number)], messages, tools)
 
 
 def _check_present(piece: Piece) -> None:
-    """Every turn but earlier answers must be in the text: a template may leave out what it does not know."""
+    """Every turn but earlier answers must be in the text: templates drop what they ignore."""
     squeezed = None
     for number, message in enumerate(piece.messages[: piece.count]):
         content = message["content"]
@@ -173,8 +174,8 @@ def _check_present(piece: Piece) -> None:
 class Supervisor:
     """Tokenizes pieces and proves the result.
 
-    Where the tokenizer is byte-level and the ids decode to the text byte for byte (nearly always), all rows
-    of a call are worked on at once; the others take the slower way over offsets.
+    Where the tokenizer is byte-level and the ids decode to the text byte for byte (nearly always),
+    all rows of a call are worked on at once; the others take the slower way over offsets.
     """
 
     def __init__(self, engine: Engine, template: ChatTemplate, frames: Frames) -> None:
@@ -289,7 +290,7 @@ class Supervisor:
     def _span(
         self, spans: _Spans, row: int, cut: int, piece: Piece, number: int
     ) -> tuple[int, int]:
-        """First and last supervised token of an answer that begins at byte `cut` of all rows' bytes."""
+        """First and last token of an answer that begins at byte `cut` of all rows' bytes."""
         engine, first = self.engine, int(spans.starts[row])
         before = int(spans.ends.searchsorted(cut))  # the token that ends at or behind the cut
         if spans.ends[before] != cut:
@@ -366,7 +367,7 @@ class Supervisor:
                 raise RowError("supervision_mismatch", text, path=("messages", number))
 
     def _control_count(self, piece: Piece) -> int | None:
-        """How many control tokens the template writes for such roles; None where calls decide it."""
+        """Control tokens that the template writes for such roles; None where calls decide."""
         messages = piece.messages[: piece.count]
         if piece.tools or any("tool_calls" in message for message in messages):
             return None  # the texts were searched for them
@@ -414,8 +415,8 @@ def _compare(own: list[int], found: list[int], number: int, first: int) -> None:
 def _mismatch(number: int, index: int) -> RowError:
     return RowError(
         "prefix_mismatch",
-        f"turn {number + 1}: the prompt's ids are not the beginning of the row's ids; the first index "
-        f"that differs is {index}",
+        f"turn {number + 1}: the prompt's ids are not the beginning of the row's ids; the first "
+        f"index that differs is {index}",
         path=("messages", number),
     )
 

@@ -1,9 +1,9 @@
 """The chat template, rendered as transformers and vLLM render it, without importing either.
 
-The environment's rules are those of transformers (`utils/chat_template_utils.py`): an immutable sandbox,
-trimmed blocks, loop controls, `tojson`, `raise_exception`, `strftime_now` and a `generation` tag. That ours
-gives the same text is not assumed: the tokenizer's child renders the same probes with transformers, and they
-are compared at every start.
+The environment's rules are those of transformers (`utils/chat_template_utils.py`): an immutable
+sandbox, trimmed blocks, loop controls, `tojson`, `raise_exception`, `strftime_now` and a
+`generation` tag. That ours gives the same text is not assumed: the tokenizer's child renders the
+same probes with transformers, and they are compared at every start.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _LOOP_ATTRIBUTES = frozenset({"first", "last", "index", "index0", "previtem", "n
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """The sandbox, with a short way for what templates read all the time.
 
-    `message.role` and `loop.first` are half of a rendering's time in the sandbox's own check, although an
-    item of a dictionary and the state of a loop are harmless. The result is the same.
+    `message.role` and `loop.first` are half of a rendering's time in the sandbox's own check,
+    although an item of a dictionary and the state of a loop are harmless. The result is the same.
     """
 
     def getattr(self, obj: Any, attribute: str) -> Any:
@@ -93,7 +93,8 @@ class ChatTemplate:
     """A compiled chat template.
 
     Args:
-        sources: Jinja source by name; ``default``, and ``tool_use`` where a tokenizer has one for tools.
+        sources: Jinja source by name; ``default``, and ``tool_use`` where a tokenizer has one for
+            tools.
         variables: The tokenizer's special tokens, which templates read as variables.
 
     Raises:
@@ -125,7 +126,7 @@ class ChatTemplate:
 
 
 def server_form(messages: list[Message]) -> list[Message]:
-    """Messages as vLLM hands them to the template: arguments parsed, null content empty, reasoning twice."""
+    """Messages as vLLM hands them to the template: arguments parsed, no content empty."""
     made = []
     for message in messages:
         new: Message = {"role": message["role"], "content": message["content"] or ""}

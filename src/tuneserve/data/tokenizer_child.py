@@ -1,9 +1,9 @@
 """Prepare the tokenizer with transformers in a short-lived process of its own.
 
-The tokenizer that counts is the one the server will load: `AutoTokenizer` on the folder that is passed on.
-This process loads it, and hands the ids' engine (the `tokenizers` JSON), the template and a few renderings
-to the stage, which then needs neither transformers nor torch: 0.5 s and 100 MB a worker instead of 10 s and
-480 MB.
+The tokenizer that counts is the one the server will load: `AutoTokenizer` on the folder that is
+passed on. This process loads it, and hands the ids' engine (the `tokenizers` JSON), the template
+and a few renderings to the stage, which then needs neither transformers nor torch: 0.5 s and 100 MB
+a worker instead of 10 s and 480 MB.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ def prepare(request: dict[str, Any]) -> dict[str, Any]:
     """Fill the tokenizer folder and describe it.
 
     Args:
-        request: ``base``, ``out`` (folders), ``backend`` (file for the engine's JSON), ``chat_template``
-            (file or None), ``trust_remote_code``, ``probes`` (lists of messages in server form).
+        request: ``base``, ``out`` (folders), ``backend`` (file for the engine's JSON),
+            ``chat_template`` (file or None), ``trust_remote_code``, ``probes`` (lists of messages
+            in server form).
     """
     from transformers import AutoTokenizer
 
@@ -41,7 +42,8 @@ def prepare(request: dict[str, Any]) -> dict[str, Any]:
     out.mkdir(parents=True, exist_ok=True)
     load = {"trust_remote_code": request["trust_remote_code"], "local_files_only": True}
     if (base / "tokenizer.json").is_file():
-        # Copied, not saved again: a rewritten tokenizer is a new one that somebody would have to prove.
+        # Copied, not saved again: a rewritten tokenizer is a new one that somebody would have to
+        # prove.
         for name in _COPIED:
             if (base / name).is_file():
                 shutil.copyfile(base / name, out / name)
@@ -98,7 +100,7 @@ def replace_template(folder: Path, template: str) -> None:
 
 
 def _hide_torch() -> None:
-    """A tokenizer needs no torch, and transformers is content without: this saves 10 s and 340 MB."""
+    """A tokenizer needs no torch, and transformers does without: saves 10 s and 340 MB."""
     find = importlib.util.find_spec
 
     def find_spec(name: str, package: str | None = None) -> Any:

@@ -1,10 +1,11 @@
 """Tools for chat templates that know none: a Jinja prelude that writes them as plain turns.
 
-A base such as SmolLM2 was never taught tools, and its template drops them without a word. The prelude
-rewrites the messages before the template sees them: the tools become text of the system turn, calls become
-the answer's text, results a user turn. The format is the one of Hermes models (NousResearch,
-Hermes-Function-Calling), which vLLM reads back with its `hermes` tool parser. It is saved with the tokenizer,
-so the server renders as training did; conversations without tools render as before.
+A base such as SmolLM2 was never taught tools, and its template drops them without a word. The
+prelude rewrites the messages before the template sees them: the tools become text of the system
+turn, calls become the answer's text, results a user turn. The format is the one of Hermes models
+(NousResearch, Hermes-Function-Calling), which vLLM reads back with its `hermes` tool parser. It is
+saved with the tokenizer, so the server renders as training did; conversations without tools render
+as before.
 """
 
 from __future__ import annotations
@@ -80,6 +81,6 @@ def with_tools(source: str, target: Literal["system", "user"]) -> str:
         .replace("TARGET", target)
         .replace("JOINED", joined[target])
     )
-    # The prelude ends with a line feed, which the environment trims: `source` begins on a line of its own,
-    # as it did before.
+    # The prelude ends with a line feed, which the environment trims: `source` begins on a line of
+    # its own, as it did before.
     return prelude + source

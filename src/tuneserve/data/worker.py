@@ -57,7 +57,8 @@ class Result:
         ids: int32 ids of all rows, one row after another.
         mask: A byte per id: 1 where supervised.
         lengths, supervised: Per row.
-        pieces: Per conversation, its number of rows (more than one where the template rewrites history).
+        pieces: Per conversation, its number of rows (more than one where the template rewrites
+            history).
         lines, digests, groups: Per conversation; 16 and 8 bytes each for the last two.
         messages: Per row, the line of `*_messages.jsonl`.
         rejected: Lines of the quarantine.
@@ -193,7 +194,8 @@ class Worker:
                     raise token_row
                 kept.append((piece, *self._fit(token_row, row, result.file)))
             except RowError as error:
-                # Of several answers of one conversation, those that fit are kept; a fault rejects all.
+                # Of several answers of one conversation, those that fit are kept; a fault rejects
+                # all.
                 if CODES[error.code].level != "policy":
                     self._reject(result, row, error)
                     return

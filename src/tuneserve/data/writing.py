@@ -1,4 +1,4 @@
-"""The artifact's row files: Parquet with ids and labels, and the messages beside them, in the same order."""
+"""The artifact's row files: Parquet with ids and labels, and beside them the messages."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def write_rows(
 
     Args:
         spill: The rows.
-        side_of_row: Per row 0 for train, 1 for eval, -1 for a duplicate, which goes to the quarantine.
+        side_of_row: Per row 0 for train, 1 for eval, -1 for a duplicate, which goes to the
+            quarantine.
         files: Names by index.
         out: The artifact's folder.
         quarantine: Open quarantine file.
