@@ -13,16 +13,15 @@ from tuneserve.data.codes import CODES, RowError
 from tuneserve.data.conversation import ControlTokens, check, digests
 from tuneserve.data.engine import Engine
 from tuneserve.data.formats import Conversation, convert
+from tuneserve.data.pieces import Piece, plan
 from tuneserve.data.readers import Block, place
 from tuneserve.data.strictjson import locate, parse_bytes
 from tuneserve.data.supervise import (
     IGNORED,
     Frames,
-    Piece,
     Supervisor,
     TokenRow,
     check_labels,
-    plan,
 )
 from tuneserve.data.template import ChatTemplate
 from tuneserve.errors import DataError
