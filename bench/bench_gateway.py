@@ -3,8 +3,8 @@
     python bench/bench_gateway.py [--quick] [--model DIR]
 
 Latency is measured against a real HTTP server that answers after exactly 10 ms, throughput against
-vLLM; each request or round through the gateway has one straight to the server's socket beside it, in
-turns, and medians are compared. Without `--model` a tiny trained Llama is served.
+vLLM; each request or round through the gateway has one straight to the server's socket beside it,
+in turns, and medians are compared. Without `--model` a tiny trained Llama is served.
 """
 
 from __future__ import annotations

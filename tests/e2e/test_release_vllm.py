@@ -142,7 +142,7 @@ class Load:
 
     url: str
     tokens: int = 12
-    rest_seconds: float = 1.0  # leaves the starting server some of the two cores
+    rest_seconds: float = 3.0  # leaves the starting server some of the two cores
     clients: int = 32
     failures: list[str] = field(default_factory=list)
     answers: Counter[str] = field(default_factory=Counter)
