@@ -445,3 +445,42 @@ def test_verify_names_what_changed(base: Path, adapter: Path, tmp_path: Path) ->
         "config.json is missing",
         "model-00002-of-00003.safetensors has other bytes",
     ]
+
+
+def sparse_base(folder: Path, name: str, shape: tuple[int, int]) -> Path:
+    """One large file of zeros that takes no room on disk."""
+    folder.mkdir()
+    size = 2 * shape[0] * shape[1]
+    entry = {"dtype": "BF16", "shape": shape, "data_offsets": [0, size]}
+    raw = json.dumps({name: entry}).encode()
+    with (folder / "model.safetensors").open("wb") as stream:
+        stream.write(len(raw).to_bytes(8, "little") + raw)
+        stream.truncate(8 + len(raw) + size)
+    (folder / "config.json").write_text('{"model_type": "llama", "tie_word_embeddings": false}')
+    return folder
+
+
+@pytest.mark.parametrize("rows", [80_000, pytest.param(1_000_000, marks=pytest.mark.full)])
+def test_memory_is_the_same_for_any_file_size(rows: int, tmp_path: Path) -> None:
+    """A tensor of 655 MB (8.2 GB in the full run) in one file, with the interpreter and torch."""
+    module = "model.layers.0.mlp.up_proj"
+    base = sparse_base(tmp_path / "base", f"{module}.weight", (rows, 4096))
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    tensors = {
+        f"base_model.model.{module}.lora_A.weight": torch.ones(8, 4096),
+        f"base_model.model.{module}.lora_B.weight": torch.ones(rows, 8),
+    }
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["up_proj"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    code = (
+        RUN.replace("merge_adapter(base", "result = merge_adapter(base", 1)
+        + "print(result.peak_rss_bytes)\n"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", code, str(base), str(adapter)]
+    done = subprocess.run(
+        [*command, str(tmp_path / "out")], capture_output=True, text=True, check=True
+    )
+    (tmp_path / "out" / "model.safetensors").unlink()
+    assert int(done.stdout.splitlines()[-1]) < 420 * 2**20

@@ -8,6 +8,7 @@ arithmetic.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -38,7 +39,7 @@ class Nf4Roundtrip:
         """A function that takes rows of `output` through NF4 in place; it may read the tensor
         once.
         """
-        width = output.nbytes // output.shape[0] * 8 // (8 * read_rows(0, 1).element_size())
+        width = math.prod(output.shape[1:])
         scales = self._scales(output, read_rows, piece_bytes) if self.nested else None
 
         def roundtrip(weight: torch.Tensor, begin: int) -> None:
