@@ -335,3 +335,18 @@ def test_real_data_sets(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "work")
     with pytest.raises(DataError, match="preference pairs .a chosen and a rejected answer"):
         run(bases.make_context(tmp_path, base, [folder]))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [p.name for p in sorted((ROOT / "data_templates").glob("*.json*")) if "rejected" not in p.name],
+)
+def test_shipped_template_files_have_only_good_rows(tmp_path: Path, name: str) -> None:
+    base = bases.make_base(tmp_path / "base", context=100_000)
+    path = ROOT / "data_templates" / name
+    metrics = run(bases.make_context(tmp_path, base, [path], max_length=100_000, eval_fraction=0))
+    assert metrics["rows_kept"] == metrics["rows_read"] > 0 and not metrics["reasons"]
+    wanted = {"alpaca.json": "alpaca", "prompt_completion.jsonl": "prompt_completion"}
+    kind = wanted.get(name, "sharegpt" if "sharegpt" in name else "messages")
+    assert metrics["formats"] == {name: kind}
+    assert (metrics["tool_rows"] > 0) == ("tools" in name)
