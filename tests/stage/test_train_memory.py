@@ -121,3 +121,18 @@ def test_killed_in_the_smoke_step_begins_one_rung_lower(
     context = make_context(tmp_path, pico_model, {"dataset": dataset}, TRAIN, {"micro_batch": 4})
     (context.work / "rung.json").write_text(json.dumps({**note, "phase": "train"}))
     assert run(context)["micro_batch"] == 4
+
+
+def test_more_than_the_target_is_too_much_where_there_is_a_rung_below(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from tuneserve.train.attempt import check_room
+
+    check_room(1)  # without a GPU there is nothing to judge
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 3 * 2**30)
+    check_room(None)
+    check_room(3 * 2**30)
+    with pytest.raises(OutOfMemory, match="3.0 GiB") as caught:
+        check_room(2 * 2**30)
+    assert "2.0 GiB" in caught.value.expected

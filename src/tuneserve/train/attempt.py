@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer, set_seed
 
-from tuneserve.errors import AdapterError, DataError
+from tuneserve.errors import AdapterError, DataError, OutOfMemory
 from tuneserve.lm import hardware
 from tuneserve.lm.load import load_base, nf4_settings, quantized_modules
 from tuneserve.lm.loss import pad_rows, row_losses
@@ -26,9 +26,10 @@ from tuneserve.progress import Progress, human_bytes
 from tuneserve.stages import StageContext
 from tuneserve.train import adapter as adapters
 from tuneserve.train import checkpoints
+from tuneserve.train.curves import read_curve, rewind_curve
 from tuneserve.train.memory import MemoryTimeline
 from tuneserve.train.recipe import Recipe, training_order
-from tuneserve.train.trainer import RowTrainer, Watch, read_curve, rewind_curve
+from tuneserve.train.trainer import RowTrainer, Watch
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +39,10 @@ SIDECAR = "training.json"
 
 @dataclass(frozen=True)
 class Attempt:
-    """What is tried: the context, the rows, and a rung of the memory ladder."""
+    """What is tried: the context, the rows, and a rung of the memory ladder.
+
+    `limit_bytes` is how much of the GPU the smoke step may take; None where there is no rung below.
+    """
 
     context: StageContext
     rows: Rows
@@ -46,12 +50,14 @@ class Attempt:
     recipe: Recipe
     checkpointing: bool
     timeline: MemoryTimeline
+    limit_bytes: int | None = None
 
-    def run(self, fits: Callable[[], None]) -> dict[str, Any]:
+    def run(self, note: Callable[[str], None]) -> dict[str, Any]:
         """Train and fill the output folder; returns metrics.
 
         Args:
-            fits: Called once the smoke step has shown that this rung fits.
+            note: Called with ``smoke`` before the step that shows whether this rung fits, and with
+                ``train`` after it.
 
         Raises:
             TuneserveError: See `tuneserve.train.stage`.
@@ -69,8 +75,11 @@ class Attempt:
             trainer = self._trainer(model, order, watch)
             if train.eval_steps:
                 watch.evaluate = (train.eval_steps, lambda: self._held_out_loss(model))
-            smoke_step(trainer, self.rows, self.recipe, self.checkpointing, self.timeline)
-            fits()
+            self.timeline.phase("smoke")
+            note("smoke")
+            smoke_step(trainer, self.rows, self.recipe, self.checkpointing)
+            check_room(self.limit_bytes)
+            note("train")
             self._train(trainer, watch)
         self.timeline.phase("evaluate")
         loss = self._held_out_loss(model) if len(self.held_out) else None
@@ -189,20 +198,13 @@ class Attempt:
         return metrics
 
 
-def smoke_step(
-    trainer: RowTrainer,
-    rows: Rows,
-    recipe: Recipe,
-    checkpointing: bool,
-    timeline: MemoryTimeline,
-) -> None:
+def smoke_step(trainer: RowTrainer, rows: Rows, recipe: Recipe, checkpointing: bool) -> None:
     """Forward, backward and optimizer on the longest rows; weights and random state stay.
 
     Raises:
         AdapterError: No gradient reaches the adapter.
-        torch.OutOfMemoryError: It did not fit at all.
+        torch.OutOfMemoryError: It did not fit.
     """
-    timeline.phase("smoke")
     model = trainer.model
     longest = np.argsort(-rows.lengths, kind="stable")[: recipe.micro_batch].tolist()
     place = next(model.parameters()).device
@@ -218,12 +220,22 @@ def smoke_step(
         if place.type == "cuda":
             _idle_optimizer_step(trainer)
     model.zero_grad(set_to_none=True)
-    if place.type == "cuda":
-        log.info(
-            "smoke step on %d rows of up to %d tokens: %s reserved at most",
-            len(longest),
-            batch["input_ids"].shape[1],
-            human_bytes(torch.cuda.max_memory_reserved(place)),
+
+
+def check_room(limit_bytes: int | None) -> None:
+    """Say how much of the GPU the smoke step took.
+
+    Raises:
+        OutOfMemory: More than the limit: other rows or a fragmented heap would not fit later.
+    """
+    if not torch.cuda.is_available():
+        return
+    reserved = torch.cuda.max_memory_reserved()
+    log.info("the smoke step took %s of GPU memory", human_bytes(reserved))
+    if limit_bytes is not None and reserved > limit_bytes:
+        raise OutOfMemory(
+            f"{human_bytes(reserved)} of GPU memory in the smoke step",
+            expected=f"at most {human_bytes(limit_bytes)} (train.target_utilization)",
         )
 
 

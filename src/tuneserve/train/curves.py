@@ -1,7 +1,8 @@
-"""Pictures of a training run, readable on light and dark pages."""
+"""The loss curve as a file that survives kills, and pictures that read on light and dark pages."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,24 @@ from typing import Any
 # Mid grey and two hues of like lightness: all stand out from white and from near black alike.
 _INK, _LOSS, _EVAL = "#7f7f7f", "#2f8fdd", "#e0762f"
 _SMOOTHED_OVER_STEPS = 10
+
+
+def read_curve(path: Path) -> list[dict[str, Any]]:
+    """Points of a loss curve; a last line that was cut off by a kill is left out."""
+    points = []
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                points.append(json.loads(line))
+            except ValueError:
+                break
+    return points
+
+
+def rewind_curve(path: Path, step: int) -> None:
+    """Drop what is after `step`: those steps will be trained again."""
+    points = [point for point in read_curve(path) if point["step"] <= step]
+    path.write_text("".join(json.dumps(point) + "\n" for point in points), encoding="utf-8")
 
 
 def plot_loss(points: Sequence[dict[str, Any]], path: Path) -> None:

@@ -18,7 +18,7 @@ from tuneserve.artifacts import write_json_atomic
 from tuneserve.errors import DataError, OutOfMemory
 from tuneserve.lm.rows import Rows, read_rows
 from tuneserve.stages import StageContext
-from tuneserve.train.curves import plot_loss, plot_memory
+from tuneserve.train.curves import plot_loss, plot_memory, read_curve
 from tuneserve.train.memory import MemoryTimeline
 from tuneserve.train.recipe import Recipe, make_recipe
 
@@ -101,8 +101,7 @@ def _climb_down(context: StageContext, rows: Rows, held_out: Rows, rung: Rung) -
     memory = timeline.to_json(planned if isinstance(planned, int) else None)
     write_json_atomic(context.out / "memory.json", memory)
     plot_memory(memory, context.out / "memory.png")
-    points = [json.loads(x) for x in (context.out / "loss.jsonl").read_text().splitlines()]
-    plot_loss(points, context.out / "loss.png")
+    plot_loss(read_curve(context.out / "loss.jsonl"), context.out / "loss.png")
     return {**metrics, "did_not_fit": tried}
 
 
@@ -123,19 +122,25 @@ def _attempt(
         }
         write_json_atomic(context.work / _RUNG, state)
 
-    attempt = Attempt(context, rows, held_out, rung.recipe, rung.checkpointing, timeline)
-    note("smoke")
+    limit = None
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        if rung.next() is not None:  # at the bottom, whatever fits is taken
+            total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+            limit = int(context.run.train.target_utilization * total)
+    attempt = Attempt(context, rows, held_out, rung.recipe, rung.checkpointing, timeline, limit)
+    note("load")
     try:
-        return attempt.run(lambda: note("train")), ""
+        return attempt.run(note), ""
     except (torch.OutOfMemoryError, MemoryError, OutOfMemory) as error:
         why = str(error).splitlines()[0] if str(error) else "out of memory"
     except RuntimeError as error:
         if "DefaultCPUAllocator" not in str(error):
-            note("train")
+            note("ended")
             raise
         why = str(error).splitlines()[0]
     except BaseException:
-        note("train")  # it ended by itself, so it was not killed for its memory
+        note("ended")  # by itself, so it was not killed for its memory
         raise
     # Outside of the handler, or the error's traceback would keep the model alive.
     release_memory()
@@ -150,7 +155,7 @@ def _start(context: StageContext, top: Rung) -> Rung:
         return top
     recipe = top.recipe.with_micro_batch(min(top.recipe.micro_batch, int(state["micro_batch"])))
     last = Rung(recipe, top.checkpointing or bool(state["checkpointing"]))
-    if state["phase"] == "train":
+    if state["phase"] != "smoke":  # a kill at another time says nothing about memory
         return last
     below = last.next()
     if below is None:

@@ -255,21 +255,3 @@ class Watch(TrainerCallback):
             "train.warmup_fraction; nothing was saved",
             details={"step": step, "learning_rate": rate, "rows": sources[:64]},
         )
-
-
-def read_curve(path: Path) -> list[dict[str, Any]]:
-    """Points of a loss curve; a last line that was cut off by a kill is left out."""
-    points = []
-    if path.is_file():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                points.append(json.loads(line))
-            except ValueError:
-                break
-    return points
-
-
-def rewind_curve(path: Path, step: int) -> None:
-    """Drop what is after `step`: those steps will be trained again."""
-    points = [point for point in read_curve(path) if point["step"] <= step]
-    path.write_text("".join(json.dumps(point) + "\n" for point in points), encoding="utf-8")
