@@ -71,6 +71,5 @@ class Progress:
             parts.append(f"in {human_seconds(elapsed)}")
         if detail:
             parts.append(detail)
-        log.info(
-            "%s: %s %s", self.what, f"{parts[0]} {self.unit}s,", ", ".join(parts[1:]) or "done"
-        )
+        units = self.unit if self.unit.endswith("B") else f"{self.unit}s"  # 3 steps, but 3 MiB
+        log.info("%s: %s %s, %s", self.what, parts[0], units, ", ".join(parts[1:]) or "done")

@@ -105,7 +105,7 @@ STAGES: dict[str, StageSpec] = {
             engine="merge",
             makes="merged",
             inputs=("adapter",),
-            packages=("torch",),
+            packages=("torch", "peft", "bitsandbytes"),
             uses_base=True,
         ),
         StageSpec(
