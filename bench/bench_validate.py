@@ -2,9 +2,10 @@
 
 `ratio`: tokens per second of the whole gate (read, parse, check, render, tokenize, prove, split,
 write) over tokens per second of `tokenizers` alone on the rendered texts, one process each,
-interleaved, medians. Starting up (loading the tokenizer, drawing the picture) is in neither;
-`start_seconds` says what it costs. `speedup`: two processes over one. `peak_rss_bytes`: the sum of
-VmHWM over all processes of the gate.
+interleaved, medians. `cpu_ratio` is the same in processor seconds, which a busy machine disturbs
+less. Starting up (loading the tokenizer, drawing the picture) is in neither; `start_seconds` says
+what it costs. `speedup`: two processes over one. `peak_rss_bytes`: the sum of VmHWM over all
+processes of the gate.
 
     python bench/bench_validate.py [--quick] [--rows N] [--base DIR]
 """
@@ -95,13 +96,14 @@ def bare(data: Path, base: Path) -> None:
             template.render(json.loads(line)["messages"], None, prompt=False) for line in stream
         ]
     tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))
-    tokens, started = 0, time.monotonic()
+    tokens, started, cpu_started = 0, time.monotonic(), time.process_time()
     for begin in range(0, len(texts), 256):
         encodings = tokenizer.encode_batch_fast(
             texts[begin : begin + 256], add_special_tokens=False
         )
         tokens += sum(len(encoding.ids) for encoding in encodings)
-    print(json.dumps({"tokens": tokens, "seconds": time.monotonic() - started}))
+    seconds, cpu_seconds = time.monotonic() - started, time.process_time() - cpu_started
+    print(json.dumps({"tokens": tokens, "seconds": seconds, "cpu_seconds": cpu_seconds}))
 
 
 class Memory(threading.Thread):
@@ -146,7 +148,7 @@ def child(*arguments: str) -> dict[str, Any]:
 
 def measure(base: Path, folder: Path, rows: int, pairs: int) -> dict[str, Any]:
     """The ratio and the speedup."""
-    ours, theirs, two, starts = [], [], [], []
+    ours, theirs, two, starts, cpu_ratios = [], [], [], [], []
     peak = 0
     for pair in range(pairs):
         data = folder / f"pair{pair}.jsonl"
@@ -156,6 +158,7 @@ def measure(base: Path, folder: Path, rows: int, pairs: int) -> dict[str, Any]:
         one = child("gate", str(data), str(base), "1")
         assert one["total_tokens"] == reference["tokens"], (one["total_tokens"], reference)
         ours.append(one["total_tokens"] / one["row_seconds"])
+        cpu_ratios.append(reference["cpu_seconds"] / one["row_cpu_seconds"])
         starts.append(one["wall_seconds"] - one["row_seconds"])
         both = child("gate", str(data), str(base), "2")
         two.append(both["total_tokens"] / both["row_seconds"])
@@ -163,6 +166,7 @@ def measure(base: Path, folder: Path, rows: int, pairs: int) -> dict[str, Any]:
         data.unlink()
     return {
         "ratio": round(statistics.median(a / b for a, b in zip(ours, theirs, strict=True)), 3),
+        "cpu_ratio": round(statistics.median(cpu_ratios), 3),
         "tokens_per_second": round(statistics.median(ours)),
         "bare_tokens_per_second": round(statistics.median(theirs)),
         "speedup": round(statistics.median(b / a for a, b in zip(ours, two, strict=True)), 2),

@@ -53,7 +53,7 @@ def run(context: StageContext) -> dict[str, Any]:
         discard_tokenizer(context, child)
         raise
     prepared = finish_tokenizer(context, child)
-    started = time.monotonic()
+    started, cpu_started = time.monotonic(), time.process_time()
     findings = Findings(sources)
     quarantine_path = context.out / QUARANTINE
     with (
@@ -67,11 +67,14 @@ def run(context: StageContext) -> dict[str, Any]:
         except DataError as error:
             quarantine.flush()
             raise _with_quarantine(error, context, quarantine_path, findings) from error
-        row_seconds = time.monotonic() - started
+        seconds = {
+            "row_seconds": round(time.monotonic() - started, 3),
+            "row_cpu_seconds": round(time.process_time() - cpu_started, 3),  # of this process alone
+        }
         if prepared.tool_template is not prepared.template and findings.tool_rows:
             save_tool_template(context, prepared)
         metrics = write_report(context, prepared, spill, findings, side_of_row)
-    return {**metrics, "tokenizer": TOKENIZER, "row_seconds": round(row_seconds, 3)}
+    return {**metrics, "tokenizer": TOKENIZER, **seconds}
 
 
 def settings_of(context: StageContext, sources: Sources, prepared: Prepared) -> Settings:
