@@ -19,8 +19,11 @@ def main() -> int:
     from tuneserve.places import home
 
     os.environ.setdefault("PREFECT_HOME", str(home() / "prefect"))
+    Path(os.environ["PREFECT_HOME"]).mkdir(parents=True, exist_ok=True)  # SQLite makes no folders
     os.environ.setdefault("PREFECT_LOGGING_LEVEL", "INFO")
     os.environ.setdefault("PREFECT_SERVER_LOGGING_LEVEL", "ERROR")
+    # Making the database for the first time takes longer than Prefect's 20 s on a busy machine.
+    os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "180")
     os.chdir(ROOT)  # `from tasks...` and relative places work from the root
     sys.path.insert(0, str(ROOT))
     from rich.console import Console

@@ -47,6 +47,8 @@ def perform(call: Mapping[str, Any]) -> State[dict[str, Any]]:
     logger = get_run_logger()
     asked = StageCall.from_json(call)
     result = run_stage(asked, log_line=logger.info)
+    if result.metrics.get("table"):
+        logger.info("\n%s", result.metrics["table"])
     how = "re-used" if result.cached else f"made in {human_seconds(result.seconds)}"
     logger.info("%s: %s", result.artifact or asked.stage, how if result.artifact else "done")
     create_markdown_artifact(

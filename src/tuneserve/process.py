@@ -211,7 +211,13 @@ def run_child(
     tail: list[str] = []
     reading, writing = os.pipe()
     try:
-        env = {**os.environ, **(environment or {}), PARENT_PIPE_VARIABLE: str(reading)}
+        env = {
+            # Libraries' notes to their own developers; what a user can mend is logged as such.
+            "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning",
+            **os.environ,
+            **(environment or {}),
+            PARENT_PIPE_VARIABLE: str(reading),
+        }
         child = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

@@ -97,8 +97,10 @@ def run_gptqmodel(
             finite, or a module fell back to rounding without `allow_fallback`.
         OutOfMemory: It did not fit with one row at a time.
     """
-    # GPTQModel wants two workers at least, and by default makes one on two cores.
-    os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")
+    if (os.cpu_count() or 1) <= 2:
+        # GPTQModel wants two workers at least, and by default makes one on two cores.
+        os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")
+    model, out, work = model.absolute(), out.absolute(), work.absolute()
     work.mkdir(parents=True, exist_ok=True)
     sizes = [b for b in BATCHES if batch_size is None or b <= batch_size] or [1]
     log_path = work / "gptqmodel.log"
@@ -106,7 +108,12 @@ def run_gptqmodel(
         run = _Run(model, out, work, method, bits, group_size, rows, layers, size)
         run.allow_fallback, run.trust_remote_code = allow_fallback, trust_remote_code
         try:
-            with log_path.open("w", encoding="utf-8") as stream, _quiet(stream):
+            # GPTQModel writes a logs/ folder into the working directory.
+            with (
+                log_path.open("w", encoding="utf-8") as stream,
+                _quiet(stream),
+                contextlib.chdir(work),
+            ):
                 return run.go()
         except (MemoryError, RuntimeError) as error:
             if not _out_of_memory(error):
