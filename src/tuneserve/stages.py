@@ -115,7 +115,7 @@ STAGES: dict[str, StageSpec] = {
             makes="evaluation",
             inputs=("dataset", "adapter", "merged"),
             sections=("gates.eval_rows",),
-            packages=("torch", "transformers", "peft", "bitsandbytes"),
+            packages=("torch", "transformers", "peft", "trl", "bitsandbytes"),
             uses_base=True,
         ),
         StageSpec(
