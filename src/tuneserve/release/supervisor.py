@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 import xmlrpc.client
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -164,13 +164,13 @@ class Keeper:
         with contextlib.suppress(_AlreadyStarted):
             self._call("startProcess", name, False)
 
-    def stop(self, name: str, say: Callable[[float], None] | None = None) -> None:
+    def stop(self, name: str, *, at_once: bool = False) -> None:
         """Stop a program (SIGTERM, then what the wrapper does) and wait until nothing of it is
         left.
 
         Args:
             name: The program.
-            say: Called about once a second with the seconds waited.
+            at_once: Do not wait for answers under way.
 
         Raises:
             ServerError: Some of its processes cannot be ended.
@@ -178,11 +178,10 @@ class Keeper:
         session = self._session(name)
         with contextlib.suppress(_NotRunning):
             self._call("stopProcess", name, False)
-        started = time.monotonic()
+        if session and at_once:
+            end_session(session, patience_seconds=_KILL_SECONDS)
         while (info := self.info(name)) and (info.up or info.state == "STOPPING"):
             time.sleep(0.1)
-            if say and (time.monotonic() - started) % 1 < 0.1:
-                say(time.monotonic() - started)
         if session:
             end_session(session, patience_seconds=_KILL_SECONDS)
             if left := session_members(session):
@@ -193,9 +192,9 @@ class Keeper:
                 )
 
     def remove(self, name: str) -> None:
-        """Stop a program and forget it."""
+        """End a program at once and forget it."""
         if self.info(name):
-            self.stop(name)
+            self.stop(name, at_once=True)
             self._call("removeProcessGroup", name)
         for suffix in ("ini", "json", "group"):
             (self.places.conf / "programs" / f"{name}.{suffix}").unlink(missing_ok=True)

@@ -105,7 +105,7 @@ def _watch(socket_path: Path, healthy: threading.Event, broken: threading.Event)
     """Set `broken` when a server that once was healthy is so no longer."""
     silent, dead = 0, 0
     while not broken.is_set():
-        time.sleep(_HEALTH_EVERY_SECONDS if healthy.is_set() else 0.5)
+        time.sleep(_HEALTH_EVERY_SECONDS if healthy.is_set() and not dead else 0.5)
         try:
             status = ask(
                 socket_path, "GET", "/health", timeout_seconds=_HEALTH_TIMEOUT_SECONDS
@@ -115,8 +115,8 @@ def _watch(socket_path: Path, healthy: threading.Event, broken: threading.Event)
         if status == 200:
             healthy.set()
             silent, dead = 0, 0
-        elif healthy.is_set():
-            silent, dead = silent + 1, dead + (status == 503)
+        else:  # while it loads, nobody listens: a 503 is never a part of starting
+            silent, dead = silent + healthy.is_set(), dead + (status == 503)
             if silent >= _SILENT_LIMIT or dead >= _DEAD_LIMIT:
                 sys.stderr.write(f"tuneserve: the server stopped working (/health: {status})\n")
                 broken.set()
