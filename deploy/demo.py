@@ -31,7 +31,8 @@ def main() -> int:
     from flows.finetune_to_serve import finetune_to_serve
     from tuneserve.errors import TuneserveError
 
-    console = Console()
+    # A pipe has no width of its own, and 80 columns cut two answers to ribbons.
+    console = Console(width=None if sys.stdout.isatty() else 120)
     started = time.monotonic()
     run_file = sys.argv[1] if len(sys.argv) > 1 else str(RUN_FILE)
     console.print(f"[bold]tuneserve demo[/bold]: {run_file} through Prefect's embedded server")
@@ -61,8 +62,9 @@ def _compare(console: Any, result: dict[str, Any]) -> None:
         answer = ask_endpoint(question, name=result["model"], max_tokens=96)
         table.add_row(question, sample["base"], answer["answer"])
     console.print(table, markup=False)
-    losses = {k: v for k, v in result["metrics"]["losses"].items() if v is not None}
-    shown = ", ".join(f"{name} {loss:.3f}" for name, loss in losses.items())
+    losses = result["metrics"]["losses"]
+    order = ("base", "adapter", "merged", "served")
+    shown = ", ".join(f"{name} {losses[name]:.3f}" for name in order if losses.get(name))
     console.print(f"held-out loss (nats per token, lower is better): {shown}", highlight=False)
 
 

@@ -18,9 +18,10 @@ def status_text(status: Mapping[str, Any]) -> str:
         lines.append(f"{name}{mark}: {entry['state']}, release {entry['release'] or '-'}")
         if entry["release"]:
             lines.append(f"  since {entry['since']}, {entry['health']}, {_load(entry)}")
-        losses = {k: v for k, v in (entry.get("losses") or {}).items() if v is not None}
-        if losses:
-            shown = ", ".join(f"{kind} {loss:.3f}" for kind, loss in losses.items())
+        losses = entry.get("losses") or {}
+        order = ("base", "adapter", "merged", "served")
+        shown = ", ".join(f"{kind} {losses[kind]:.3f}" for kind in order if losses.get(kind))
+        if shown:
             lines.append(f"  held-out loss: {shown}")
         if entry.get("model"):
             lines.append(f"  model: {entry['model']}")
