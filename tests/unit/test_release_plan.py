@@ -112,6 +112,10 @@ def test_the_command(tmp_path: Path) -> None:
     assert built.environment["HF_HUB_OFFLINE"] == "1"
     assert built.environment["VLLM_CPU_INT4_W4A8"] == "0"
     assert built.environment["TUNESERVE_RELEASE"] == "r0001-aa"
+    assert built.environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    bound = vllm_command.environment("r", room, 8, {"VLLM_CPU_OMP_THREADS_BIND": "0-3"})
+    assert "OMP_NUM_THREADS" not in bound and "VLLM_CPU_OMP_THREADS_BIND" not in bound
+    assert vllm_command.environment("r", room, 8, {})["OMP_NUM_THREADS"] == "7"
     assert vllm_command.sampling_defaults(facts, serve) == {"temperature": 0.0}
 
 

@@ -245,6 +245,8 @@ def _prove(servers: promote.Servers, candidate: _Candidate) -> None:
         socket=socket_path,
         python=request.python,
         trust_remote_code=request.trust_remote_code,
+        cores=len(os.sched_getaffinity(0)),
+        given=os.environ,
     )
     defaults = vllm_command.sampling_defaults(candidate.facts, serve)
     shown = ", ".join(f"{key} {value}" for key, value in defaults.items()) or "vLLM's own"

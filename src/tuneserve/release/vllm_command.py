@@ -39,8 +39,21 @@ def build(
     socket: Path,
     python: str,
     trust_remote_code: bool = False,
+    cores: int = 1,
+    given: Mapping[str, str] | None = None,
 ) -> ServerCommand:
     """The command and environment of one server.
+
+    Args:
+        facts: The model.
+        serve: The run file's section.
+        capacity: Length, KV cache and device.
+        release: The release's id.
+        socket: Where it listens.
+        python: The interpreter that has vLLM.
+        trust_remote_code: Allow code that comes with the model.
+        cores: CPU cores that the server may use.
+        given: The user's own environment; its choice of cores wins.
 
     Raises:
         RunFileError: The socket's path is longer than the kernel takes.
@@ -63,7 +76,7 @@ def build(
             str(serve.drain_timeout_seconds),
             *serving_arguments(facts, serve, capacity, trust_remote_code),
         ],
-        environment(release, capacity),
+        environment(release, capacity, cores, given or {}),
     )
 
 
@@ -116,7 +129,9 @@ def sampling_defaults(facts: ModelFacts, serve: ServeSection) -> Mapping[str, fl
     return {**facts.sampling, **sampling_overrides(serve)}
 
 
-def environment(release: str, capacity: Capacity) -> dict[str, str]:
+def environment(
+    release: str, capacity: Capacity, cores: int, given: Mapping[str, str]
+) -> dict[str, str]:
     """Variables of the server: no call home, no hub, numbers that do not depend on the CPU
     model."""
     variables = {
@@ -129,4 +144,10 @@ def environment(release: str, capacity: Capacity) -> dict[str, str]:
     if capacity.device == "cpu":
         variables["VLLM_CPU_INT4_W4A8"] = "0"
         variables["VLLM_TARGET_DEVICE"] = "cpu"
+        if "VLLM_CPU_OMP_THREADS_BIND" not in given:
+            # Bound, every server takes the same first cores: a candidate would load for many
+            # minutes on the core that the busy champion sits on.
+            variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+            variables["OMP_NUM_THREADS"] = given.get("OMP_NUM_THREADS", str(max(1, cores - 1)))
+            variables["OMP_WAIT_POLICY"] = "PASSIVE"
     return variables
