@@ -1,6 +1,7 @@
 # make demo       from a fresh clone to a fine-tuned, merged, 4-bit, served model that answers
 # make test       everything CI checks
-ACCEL ?= cpu
+# What .venv was made for; an environment for a GPU stays one until ACCEL says otherwise.
+ACCEL ?= $(or $(shell cat .venv/.accel 2>/dev/null),cpu)
 PY := .venv/bin/python
 export TUNESERVE_HOME ?= $(CURDIR)/.tuneserve
 export PREFECT_SERVER_ANALYTICS_ENABLED ?= false
@@ -21,7 +22,7 @@ venv:
 demo: venv
 	@$(PY) deploy/demo.py
 
-down: venv
+down:
 	@$(PY) -m tuneserve down
 
 check: venv

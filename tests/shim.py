@@ -92,6 +92,10 @@ def behave(context: Any) -> dict[str, Any]:
         case "killed":
             sys.stderr.write("last words\n")
             os.kill(os.getpid(), signal.SIGKILL)
+        case "talk":  # more than any pipe holds
+            for number in range(20_000):
+                sys.stderr.write(f"line {number}\n")
+            (context.out / "result.txt").write_text("done")
         case "hang":
             _hang(settings)
     return {

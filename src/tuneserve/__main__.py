@@ -154,17 +154,15 @@ def quantize(
     as_json: JsonOption = False,
 ) -> None:
     """Export a 4-bit model that vLLM serves, calibrated on the training rows."""
-    from tuneserve.config import QuantizeSection
+    from tuneserve.artifacts import Store
+    from tuneserve.config import QuantizeSection, make_section
+    from tuneserve.lineage import open_artifact
+    from tuneserve.places import store_root
     from tuneserve.quantize import quantize_model
 
     _log_to_stderr()
-    folder = Path(calibration)
-    if not folder.is_dir():
-        from tuneserve.artifacts import Store
-        from tuneserve.places import store_root
-
-        folder = Store(store_root()).get(calibration).path
-    section = QuantizeSection(group_size=group_size)
+    folder = open_artifact(Store(store_root()), calibration).path
+    section = make_section(QuantizeSection, "tuneserve quantize", group_size=group_size)
     result = quantize_model(model, method, folder, out, section).to_json()
     _show(result, f"{out}: {method}, {result['bytes'] / 1e6:.0f} MB", as_json)
 
@@ -181,11 +179,13 @@ def release(
     as_json: JsonOption = False,
 ) -> None:
     """Serve a model folder: start it, prove it, switch to it."""
-    from tuneserve.config import ServeSection
+    from tuneserve.config import ServeSection, make_section
     from tuneserve.release.control import release_model_dir
 
     _log_to_stderr()
-    serve = ServeSection(name=name, host=host, port=port, api_key_env=api_key_env)
+    serve = make_section(
+        ServeSection, "tuneserve release", name=name, host=host, port=port, api_key_env=api_key_env
+    )
     found = release_model_dir(model, serve=serve)
     _show(found, f"endpoint: {found['endpoint']}\nmodel: {found['model']}", as_json)
 
@@ -306,13 +306,17 @@ def keys(
 
 
 @app.command(epilog="Example: tuneserve lineage adapter-1f0c")
-def lineage(artifact: str, as_json: JsonOption = False) -> None:
+def lineage(
+    artifact: Annotated[str, typer.Argument(help="Id, its beginning, or the folder.")],
+    verify: Annotated[bool, typer.Option("--verify", help="Hash every file again.")] = False,
+    as_json: JsonOption = False,
+) -> None:
     """From an artifact back to every input file, setting, version and metric."""
     from tuneserve.artifacts import Store
     from tuneserve.lineage import lineage_text, trace
     from tuneserve.places import store_root
 
-    found = trace(Store(store_root()), artifact)
+    found = trace(Store(store_root()), artifact, verify=verify)
     _show(found, lineage_text(found), as_json)
 
 

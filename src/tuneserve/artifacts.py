@@ -110,6 +110,8 @@ class Store:
         try:
             manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         except FileNotFoundError:
+            if path.is_dir():
+                self._set_aside(id, "it has no manifest")
             return None
         except (OSError, ValueError) as error:
             self._set_aside(id, f"its manifest cannot be read ({error})")
@@ -121,14 +123,15 @@ class Store:
         return Artifact(id, path, manifest)
 
     def get(self, id: str) -> Artifact:
-        """The artifact named by a full id, by a unique beginning of one, or by its folder.
+        """The artifact named by a full id or by a unique beginning of one.
 
         Raises:
             InputError: There is none, several begin so, or it is damaged.
         """
         matches = [id] if (self.root / id / MANIFEST).is_file() else []
         if not matches and self.root.is_dir():
-            matches = sorted(a.name for a in self.root.glob(f"{id}*") if (a / MANIFEST).is_file())
+            near = (a for a in self.root.iterdir() if id and a.name.startswith(id))
+            matches = sorted(a.name for a in near if (a / MANIFEST).is_file())
         if len(matches) != 1:
             found = (
                 f"{len(matches)} artifacts begin so: {', '.join(matches[:5])}"
@@ -147,16 +150,6 @@ class Store:
                 hint="run the stage that made it again",
             )
         return artifact
-
-    def all(self) -> list[Artifact]:
-        """Every whole artifact, oldest first; files are not re-checked."""
-        found = []
-        for path in self.root.glob(f"*/{MANIFEST}"):
-            if path.parent.name.startswith("."):
-                continue
-            with contextlib.suppress(OSError, ValueError):
-                found.append(Artifact(path.parent.name, path.parent, json.loads(path.read_text())))
-        return sorted(found, key=lambda a: str(a.manifest.get("finished")))
 
     @contextlib.contextmanager
     def lock(self, id: str) -> Iterator[None]:

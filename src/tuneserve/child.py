@@ -104,6 +104,7 @@ def _run(spec: StageSpec, request: dict[str, Any]) -> dict[str, Any]:
             facts = {
                 "key": request["key"],
                 "inputs": request["inputs"],
+                "sources": request["sources"],
                 "base": run.model.base,
                 "run": run.name,
                 "config": request["run"],

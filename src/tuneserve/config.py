@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import (
@@ -53,6 +53,9 @@ def parse_size(value: Any) -> Any:
 
 
 Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
+
+
+AnySection = TypeVar("AnySection", bound="Section")
 
 
 class Section(BaseModel):
@@ -344,6 +347,9 @@ class EngineSection(Section):
     python: str | None = Field(
         None, description="Python interpreter for the stage; unset: the one running now."
     )
+    max_seconds: float | None = Field(
+        None, gt=0, description="The stage is ended after this many seconds; unset: no limit."
+    )
 
 
 class EnginesSection(Section):
@@ -397,7 +403,7 @@ def load_run_file(path: Path) -> RunFile:
         raise RunFileError(
             f"{path}: cannot be read ({error.strerror})",
             expected="a YAML run file",
-            hint="check the path, or write one with `tuneserve init`",
+            hint="check the path; README shows what a run file holds",
         ) from error
     except UnicodeDecodeError as error:
         raise RunFileError(
@@ -436,19 +442,30 @@ def parse_run(data: dict[str, Any], *, source: str = "run", folder: Path | None 
     try:
         run = RunFile.model_validate(data)
     except ValidationError as error:
-        problems = [f"{_field_path(item['loc'])}: {_problem(item)}" for item in error.errors()]
-        count = (
-            f"{len(problems)} field is wrong"
-            if len(problems) == 1
-            else f"{len(problems)} fields are wrong"
-        )
-        raise RunFileError(
-            f"{source}: {count}\n  " + "\n  ".join(problems),
-            hint="mend the fields named; `tuneserve init` writes a run file with every "
-            "field described",
-            details={"fields": [_field_path(item["loc"]) for item in error.errors()]},
-        ) from error
+        raise _all_problems(error, source) from error
     return run if folder is None else _absolute(run, folder)
+
+
+def make_section(kind: type[AnySection], source: str, **values: Any) -> AnySection:
+    """A section from single values, as a command's options give them.
+
+    Raises:
+        RunFileError: Lists every wrong value.
+    """
+    try:
+        return kind(**values)
+    except ValidationError as error:
+        raise _all_problems(error, source) from error
+
+
+def _all_problems(error: ValidationError, source: str) -> RunFileError:
+    problems = [f"{_field_path(item['loc'])}: {_problem(item)}" for item in error.errors()]
+    count = "1 field is wrong" if len(problems) == 1 else f"{len(problems)} fields are wrong"
+    return RunFileError(
+        f"{source}: {count}\n  " + "\n  ".join(problems),
+        hint="mend the fields named; README and deploy/runs/demo.yaml show a whole run file",
+        details={"fields": [_field_path(item["loc"]) for item in error.errors()]},
+    )
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -488,7 +505,12 @@ def _problem(item: Any) -> str:
 
 def _absolute(run: RunFile, folder: Path) -> RunFile:
     def place(path: str) -> str:
-        return path if "://" in path or Path(path).is_absolute() else str(folder / path)
+        return path if "://" in path else str(folder / Path(path).expanduser())
+
+    engines = {
+        name: engine.model_copy(update={"python": engine.python and place(engine.python)})
+        for name, engine in run.engines
+    }
 
     base = run.model.base
     # A hub id (org/name) looks like a relative path: it is one only when that folder exists.
@@ -508,6 +530,7 @@ def _absolute(run: RunFile, folder: Path) -> RunFile:
                     "eval": [place(p) for p in run.data.eval],
                 }
             ),
+            "engines": run.engines.model_copy(update=engines),
             "store": run.store.model_copy(
                 update={"root": place(run.store.root) if run.store.root else None}
             ),

@@ -20,7 +20,8 @@
     |   +-- ServerError                vLLM, the gateway or the process keeper failed
     |   +-- PortTaken                  somebody else listens on the address
     |   +-- StageTimeout               a stage took longer than its limit
-    +-- StageCrashed          exit 1   a child process died without saying why: our bug, or a kill
+    +-- StageCrashed          exit 1   a child process died without saying why: our bug
+        +-- StageKilled                a signal ended it; the same call may succeed later
 
 A class says three things: what was found (with where), what was expected, and what to do.
 `retryable` is true only where the same call can succeed later by itself.
@@ -186,7 +187,11 @@ class StageTimeout(ServiceError):
 
 
 class StageCrashed(TuneserveError):
-    """A child process ended without a result: a bug of ours, or somebody killed it."""
+    """A child process ended without a result: a bug of ours."""
+
+
+class StageKilled(StageCrashed):
+    """A signal ended a child process: somebody, or the kernel for want of memory."""
 
     retryable = True
 

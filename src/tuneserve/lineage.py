@@ -2,19 +2,44 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from tuneserve.artifacts import Store
+from tuneserve.artifacts import MANIFEST, Artifact, Store
+from tuneserve.errors import InputError
 from tuneserve.progress import human_bytes, human_seconds
 
 
-def trace(store: Store, id: str) -> dict[str, Any]:
-    """The artifact and, under `inputs`, everything it was made from, down to the data files.
+def open_artifact(store: Store, text: str) -> Artifact:
+    """An artifact by its folder, its id, or a unique beginning of the id.
 
     Raises:
-        InputError: The artifact, or one it was made from, is not in the store.
+        InputError: There is none, or it is damaged.
     """
-    artifact = store.get(id)
+    folder = Path(text).absolute()
+    if (folder / MANIFEST).is_file():
+        return Store(folder.parent).get(folder.name)
+    return store.get(text)
+
+
+def trace(store: Store, text: str, *, verify: bool = False) -> dict[str, Any]:
+    """The artifact and, under `inputs`, everything it was made from, down to the data files.
+
+    Args:
+        store: Where ids are looked up.
+        text: A folder, an id, or the beginning of one.
+        verify: Hash every file of every artifact again.
+
+    Raises:
+        InputError: The artifact, or one it was made from, is not in the store or is damaged.
+    """
+    artifact = open_artifact(store, text)
+    store = Store(artifact.path.parent)
+    if verify and store.find(artifact.id, rehash=True) is None:
+        raise InputError(
+            f"{artifact.id}: its files are not the ones it was made with; it was set aside",
+            hint="run the stage that made it again",
+        )
     manifest = artifact.manifest
     return {
         "id": artifact.id,
@@ -27,8 +52,11 @@ def trace(store: Store, id: str) -> dict[str, Any]:
         "finished": manifest["finished"],
         "seconds": manifest["seconds"],
         "bytes": sum(entry["size"] for entry in manifest["files"]),
-        "data": {side: manifest["config"]["data"][side] for side in ("train", "eval")},
-        "inputs": {kind: trace(store, input_id) for kind, input_id in manifest["inputs"].items()},
+        "sources": manifest["sources"],
+        "inputs": {
+            kind: trace(store, input_id, verify=verify)
+            for kind, input_id in manifest["inputs"].items()
+        },
     }
 
 
@@ -41,11 +69,8 @@ def lineage_text(found: dict[str, Any], indent: int = 0) -> str:
     ]
     versions = ", ".join(f"{k} {v}" for k, v in found["versions"].items() if v)
     lines.append(f"{pad}  versions: {versions}")
-    for side, paths in found["data"].items():
-        if paths and not found["inputs"]:
-            digests = found["key"].get("files", {}).get(side, [])
-            lines.append(f"{pad}  {side}: {', '.join(paths)}")
-            lines += [f"{pad}    sha256 {digest}" for digest in digests]
+    for side, files in found["sources"].items():
+        lines += [f"{pad}  {side}: {file['path']} sha256 {file['sha256']}" for file in files]
     if found["key"].get("base"):
         lines.append(f"{pad}  base: {found['base']} ({found['key']['base'][:16]})")
     for child in found["inputs"].values():

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tuneserve.config import RunFile
-from tuneserve.errors import GateRefused, QuantizeError, ServerError, TuneserveError
+from tuneserve.errors import GateRefused, QuantizeError, RunFileError, ServerError, TuneserveError
 from tuneserve.process import StageCall, StageResult
 
 log = logging.getLogger(__name__)
@@ -44,6 +44,12 @@ def finetune_to_serve(run: RunFile, execute: Execute) -> PipelineResult:
         TuneserveError: A stage failed; `GateRefused` when every rung of `quantize.methods` was
         refused, in which case what was serving goes on serving.
     """
+    if run.serve.while_training == "stop":
+        raise RunFileError(
+            "serve.while_training: stop is only planned with; a run does not stop the server",
+            expected="share",
+            hint="use share, and run `tuneserve down` before and `tuneserve up` after if need be",
+        )
     base = Path(execute(StageCall("fetch", run)).metrics["path"])
     dataset = _id(execute(StageCall("validate", run, base)))
     hints = execute(StageCall("plan", run, base, {"dataset": dataset})).metrics["hints"]
@@ -73,8 +79,8 @@ def finetune_to_serve(run: RunFile, execute: Execute) -> PipelineResult:
             release["endpoint"], release["model"], release["release"], artifacts, release
         )
     last = refusals[-1]
-    if len(refusals) == 1:
-        raise last
+    if len(refusals) == 1 or not any(isinstance(error, GateRefused) for error in refusals):
+        raise last  # no gate was asked: the last failure says what to mend
     raise GateRefused(
         f"every export of quantize.methods was refused; the last one: {last.message}",
         expected=last.expected,

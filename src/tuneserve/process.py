@@ -23,11 +23,18 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tuneserve.artifacts import Artifact, Store, artifact_id, file_sha256
-from tuneserve.config import RunFile
-from tuneserve.errors import ModelError, StageCrashed, StageTimeout, TuneserveError
+from tuneserve.config import EngineSection, RunFile
+from tuneserve.errors import (
+    InputError,
+    ModelError,
+    StageCrashed,
+    StageKilled,
+    StageTimeout,
+    TuneserveError,
+)
 from tuneserve.places import store_root
 from tuneserve.stages import STAGES, StageSpec, section
 
@@ -35,6 +42,10 @@ log = logging.getLogger(__name__)
 
 PARENT_PIPE_VARIABLE = "TUNESERVE_PARENT_PIPE"
 _TERM_SECONDS = 10.0
+# A release that is cancelled in the middle of a switch first puts the champion back.
+_RELEASE_TERM_SECONDS = 180.0
+_WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".lock"}
+_NOT_READ = {"README.md", "LICENSE", "NOTICE", ".gitattributes", ".gitignore"}
 _TAIL_LINES = 30
 
 
@@ -98,9 +109,20 @@ class StageCall:
         """The store of this run."""
         return Store(store_root(self.run.store.root))
 
+    @property
+    def engine(self) -> EngineSection:
+        """Interpreter and time limit of the stage."""
+        return cast(EngineSection, getattr(self.run.engines, self.spec.engine))
+
     def interpreter(self) -> str:
         """The Python that runs the stage."""
-        return getattr(self.run.engines, self.spec.engine).python or sys.executable
+        return self.engine.python or sys.executable
+
+    def sources(self) -> dict[str, list[dict[str, str]]]:
+        """The data files of a stage that reads them, by side: path and SHA-256."""
+        if not self.spec.uses_files:
+            return {}
+        return {side: _file_digests(getattr(self.run.data, side)) for side in ("train", "eval")}
 
     def key(self) -> dict[str, Any]:
         """All that changes the artifact's bytes: config, inputs, base, files, versions."""
@@ -116,10 +138,13 @@ class StageCall:
             key["base"] = self._base_digest()
         if spec.uses_files:
             # Paths say where the bytes lie, not what they are; the hashes below stand for them.
-            data = {k: v for k, v in key["config"]["data"].items() if k not in ("train", "eval")}
+            unused = {"train", "eval"} | (
+                {"eval_fraction", "seed"} if self.run.data.eval else set()
+            )
+            data = {k: v for k, v in key["config"]["data"].items() if k not in unused}
             key["config"] = {**key["config"], "data": data}
             key["files"] = {
-                side: _file_digests(getattr(self.run.data, side)) for side in ("train", "eval")
+                side: [file["sha256"] for file in files] for side, files in self.sources().items()
             }
             if self.run.model.chat_template:
                 key["config"]["model.chat_template"] = file_sha256(
@@ -134,16 +159,17 @@ class StageCall:
             raise ModelError(
                 f"stage {self.stage} needs the base model's folder", hint="fetch the base first"
             )
-        tokenizer = hashlib.sha256()
-        for name in (
-            "tokenizer.json",
-            "tokenizer_config.json",
-            "chat_template.jinja",
-            "tokenizer.model",
-        ):
-            path = self.base / name
-            tokenizer.update(f"{name}:{file_sha256(path) if path.is_file() else '-'}\n".encode())
-        return f"{fingerprint(self.base)['digest']}+{tokenizer.hexdigest()[:16]}"
+        # The weights have their fingerprint; every other file may decide bytes: tokenizer,
+        # template, stop ids of the generation config, code that comes with the model.
+        others = hashlib.sha256()
+        for path in sorted(self.base.iterdir()):
+            if (
+                path.is_file()
+                and path.suffix not in _WEIGHT_SUFFIXES
+                and path.name not in _NOT_READ
+            ):
+                others.update(f"{path.name}:{file_sha256(path)}\n".encode())
+        return f"{fingerprint(self.base)['digest']}+{others.hexdigest()[:16]}"
 
 
 def run_stage(
@@ -157,7 +183,7 @@ def run_stage(
     Args:
         call: The stage and all that decides its result.
         log_line: Gets each line of the child's log; None sends them to our own stderr.
-        timeout_seconds: End the child after this long.
+        timeout_seconds: End the child after this long; None: `engines.*.max_seconds`.
 
     Raises:
         TuneserveError: What the child reported, `StageTimeout`, or `StageCrashed` with its last
@@ -170,7 +196,13 @@ def run_stage(
         found = call.store.find(id)
         if found is not None:
             return _from_artifact(call.stage, found, cached=True)
-    request = {**call.to_json(), "store": str(call.store.root), "id": id, "key": key}
+    request = {
+        **call.to_json(),
+        "store": str(call.store.root),
+        "id": id,
+        "key": key,
+        "sources": call.sources(),
+    }
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="tuneserve-") as folder:
         request_path, result_path = Path(folder) / "request.json", Path(folder) / "result.json"
@@ -179,7 +211,8 @@ def run_stage(
         status, tail = run_child(
             [*command, str(request_path), str(result_path)],
             log_line=log_line,
-            timeout_seconds=timeout_seconds,
+            timeout_seconds=timeout_seconds or call.engine.max_seconds,
+            term_seconds=_RELEASE_TERM_SECONDS if call.stage == "release" else _TERM_SECONDS,
         )
         result = _read_result(call.stage, result_path, status, tail)
     if id:
@@ -198,6 +231,7 @@ def run_child(
     log_line: Callable[[str], None] | None = None,
     timeout_seconds: float | None = None,
     environment: Mapping[str, str] | None = None,
+    term_seconds: float = _TERM_SECONDS,
 ) -> tuple[int, list[str]]:
     """Run a command as a session of its own that cannot outlive us.
 
@@ -232,7 +266,7 @@ def run_child(
     except OSError as error:
         os.close(reading)
         os.close(writing)
-        raise StageCrashed(
+        raise InputError(
             f"{command[0]} cannot be started ({error.strerror})",
             hint="check engines.*.python in the run file",
         ) from error
@@ -240,11 +274,18 @@ def run_child(
 
     def pump() -> None:
         assert child.stdout is not None
+        heard = True
         for line in child.stdout:
             line = line.rstrip("\n")
             tail.append(line)
             del tail[:-_TAIL_LINES]
-            sink(line)
+            try:
+                if heard:
+                    sink(line)
+            except (OSError, ValueError):
+                # Whoever read our log is gone (a closed terminal, `| head`). The child must not
+                # stop on a full pipe because of that.
+                heard = False
 
     reader = threading.Thread(target=pump, daemon=True)
     reader.start()
@@ -256,7 +297,7 @@ def run_child(
             hint="raise the limit, or make the stage smaller",
         ) from error
     finally:
-        end_group(child)
+        end_group(child, term_seconds)
         os.close(writing)
         reader.join(timeout=5)
     return child.returncode, tail
@@ -267,13 +308,13 @@ def _to_stderr(line: str) -> None:
     sys.stderr.flush()
 
 
-def end_group(child: subprocess.Popen[str]) -> None:
+def end_group(child: subprocess.Popen[str], term_seconds: float = _TERM_SECONDS) -> None:
     """End a child's whole process group: TERM while the child lives, then KILL whatever is left."""
     if child.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(_TERM_SECONDS)
+            child.wait(term_seconds)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
@@ -297,7 +338,7 @@ def _versions_elsewhere(
             check=True,
         )
     except (OSError, subprocess.SubprocessError) as error:
-        raise StageCrashed(
+        raise InputError(
             f"{interpreter} cannot be asked for its packages ({error})",
             hint="check engines.*.python in the run file",
         ) from error
@@ -317,10 +358,10 @@ def package_versions(interpreter: str, packages: tuple[str, ...]) -> dict[str, s
     return found
 
 
-def _file_digests(paths: list[str]) -> list[str]:
+def _file_digests(paths: list[str]) -> list[dict[str, str]]:
     from tuneserve.data.files import expand_paths
 
-    return [_digest(path) for path in expand_paths(paths)]
+    return [{"path": path, "sha256": _digest(path)} for path in expand_paths(paths)]
 
 
 def _digest(path: str) -> str:
@@ -350,7 +391,8 @@ def _read_result(stage: str, path: Path, status: int, tail: list[str]) -> dict[s
     except (OSError, ValueError) as error:
         how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
         hint = "signal 9 is often the kernel's answer to too little memory" if status == -9 else ""
-        raise StageCrashed(
+        kind = StageKilled if status < 0 else StageCrashed
+        raise kind(
             f"stage {stage} {how} without a result; its last lines:\n    "
             + "\n    ".join(tail[-12:]),
             hint=hint or "read the lines above; if they do not help, report them",

@@ -146,7 +146,9 @@ def test_lineage_goes_back_to_the_data_file(demo: Demo) -> None:
     trace = demo.tuneserve("lineage", demo.artifacts("quantized")[0].name)
     dataset = trace["inputs"]["dataset"]
     data = (ROOT / "data_templates" / "support.jsonl").read_bytes()
-    assert dataset["key"]["files"]["train"] == [hashlib.sha256(data).hexdigest()]
+    (source,) = dataset["sources"]["train"]
+    assert source["sha256"] == hashlib.sha256(data).hexdigest()
+    assert Path(source["path"]).name == "support.jsonl"
     assert trace["inputs"]["merged"]["inputs"]["adapter"]["inputs"]["dataset"] == dataset
 
 

@@ -19,8 +19,10 @@ from tuneserve.errors import (
     DataError,
     DiskFull,
     HubError,
+    InputError,
     OutOfMemory,
     StageCrashed,
+    StageKilled,
     StageTimeout,
     TuneserveError,
 )
@@ -84,7 +86,7 @@ def test_a_damaged_artifact_is_made_again(tmp_path: Path) -> None:
         ("disk full", DiskFull, "the disk is full"),
         ("out of memory", OutOfMemory, "cannot allocate 1 TiB"),
         ("bug", StageCrashed, "KeyError: 'our bug'"),
-        ("killed", StageCrashed, "last words"),
+        ("killed", StageKilled, "last words"),
     ],
 )
 def test_errors_arrive_typed_and_nothing_half_written_remains(
@@ -104,10 +106,18 @@ def test_errors_arrive_typed_and_nothing_half_written_remains(
 
 def test_a_missing_interpreter_is_named(tmp_path: Path) -> None:
     run = run_file(tmp_path, engines={"quantize": {"python": str(tmp_path / "no-python")}})
-    with pytest.raises(StageCrashed, match="no-python") as caught:
+    with pytest.raises(InputError, match="no-python") as caught:
         run_stage(StageCall("quantize", run))
     assert "engines" in caught.value.hint
     assert kept(tmp_path) == set()
+
+
+def test_a_log_that_nobody_reads_does_not_stop_the_stage(tmp_path: Path) -> None:
+    def gone(line: str) -> None:
+        raise BrokenPipeError
+
+    made = run_stage(call(tmp_path, do="talk"), log_line=gone, timeout_seconds=120)
+    assert made.artifact in kept(tmp_path)
 
 
 class Watch:
@@ -130,10 +140,14 @@ class Watch:
         os.close(self.descriptor)
 
 
-def test_a_stage_over_its_time_is_ended_with_its_children(tmp_path: Path) -> None:
+def test_a_run_file_can_limit_a_stage(tmp_path: Path) -> None:
     watch = Watch(tmp_path)
+    run = run_file(tmp_path)
+    engine = run.engines.quantize.model_copy(update={"max_seconds": 6})
+    run = run.model_copy(update={"engines": run.engines.model_copy(update={"quantize": engine})})
+    settings = {"do": "hang", "fifo": str(watch.path)}
     with pytest.raises(StageTimeout, match="longer than 6 s"):
-        run_stage(call(tmp_path, do="hang", fifo=str(watch.path)), timeout_seconds=6)
+        run_stage(StageCall("quantize", run, settings=settings))
     watch.pids()
     watch.wait_until_both_are_gone()
     assert kept(tmp_path) == set()

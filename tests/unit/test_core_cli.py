@@ -72,6 +72,9 @@ def test_a_wrong_run_file_is_exit_2_with_one_json_object(tmp_path: Path) -> None
         ["nonsense"],
         ["merge"],
         ["plan", "run.yaml", "--gpu-memory", "24 gibi"],
+        ["release", "m", "--name", "Support Bot"],
+        ["quantize", "--model", "m", "--calibration", "/nowhere/d", "--out", "q"],
+        ["lineage", "/nowhere/at-all"],
         ["merge", "--base", "a", "--adapter", "b", "--out", "c", "--base-weights", "int8"],
     ],
 )

@@ -113,12 +113,15 @@ def test_paths_are_taken_from_the_run_files_folder(tmp_path: Path) -> None:
     path.write_text(
         "name: a\nmodel: {base: base, chat_template: t.jinja}\n"
         "data: {train: [d/*.jsonl, 's3://bucket/x.jsonl', /abs/x.jsonl]}\nstore: {root: store}\n"
+        "engines: {train: {python: venv/bin/python}}\n"
     )
     run = load_run_file(path)
     assert run.model.base == str(tmp_path / "base")
     assert run.model.chat_template == str(tmp_path / "t.jinja")
     assert run.data.train == [f"{tmp_path}/d/*.jsonl", "s3://bucket/x.jsonl", "/abs/x.jsonl"]
     assert run.store.root == str(tmp_path / "store")
+    assert run.engines.train.python == str(tmp_path / "venv/bin/python")
+    assert run.engines.merge.python is None
 
 
 def test_a_hub_id_stays_a_hub_id(tmp_path: Path) -> None:

@@ -33,7 +33,8 @@ def test_every_error_survives_the_child_protocol(name: str) -> None:
         (errors.HubError, 5, True),
         (errors.HubRefused, 5, False),
         (errors.PortTaken, 5, False),
-        (errors.StageCrashed, 1, True),
+        (errors.StageCrashed, 1, False),
+        (errors.StageKilled, 1, True),
     ],
 )
 def test_exit_status_and_retries(cls: type[TuneserveError], status: int, retryable: bool) -> None:

@@ -235,14 +235,18 @@ def replace_while_held(
     places = servers.places
     champion = state.read(places).names.get(release.name, state.Name()).active
     with promoting(servers, release):
-        if champion:
-            servers.hold(release.name)
-            log.info("%s: new requests are held while %s finishes", release.name, champion)
-            servers.drain(champion, drain_seconds)
-            servers.stop(champion)
         try:
+            if champion:
+                servers.hold(release.name)
+                log.info("%s: new requests are held while %s finishes", release.name, champion)
+                servers.drain(champion, drain_seconds)
+                servers.stop(champion)
             start_and_prove()
         except BaseException:
+            if champion:
+                info = servers.keeper.info(server_program(champion))
+                if info is not None and info.up:  # cancelled before it was stopped
+                    servers.switch(release.name, champion)
             servers.discard(release.id)
             if champion:
                 log.warning("the candidate was refused: starting %s again", champion)

@@ -159,6 +159,7 @@ def _start(context: StageContext, top: Rung) -> Rung:
         return last
     below = last.next()
     if below is None:
+        (context.work / _RUNG).unlink()  # the next call begins at the top: more may be free then
         raise _at_the_bottom([f"{last}: killed in the first step"])
     log.warning("the last attempt was killed in its first step (%s): trying %s", last, below)
     return below
