@@ -26,6 +26,7 @@ class MemoryTimeline:
         self._thread = threading.Thread(target=self._sample, daemon=True, name="memory-timeline")
 
     def __enter__(self) -> MemoryTimeline:
+        self._points.append(self._point())
         self._thread.start()
         return self
 
@@ -40,6 +41,7 @@ class MemoryTimeline:
 
     def phase(self, name: str) -> None:
         """Name what happens from now on: load, smoke, train, evaluate, save."""
+        self._points.append(self._point())  # the end of the phase before, however short it was
         self._phase = name
         self._points.append(self._point())
 
