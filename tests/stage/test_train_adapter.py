@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from train_rows import IGNORED, pico_dataset
 from tuneserve.config import LoraSection
+from tuneserve.cpu import has_bf16
 from tuneserve.errors import AdapterError, ModelError, TrainingDiverged
 from tuneserve.lm import hardware
 from tuneserve.lm.fused_head import add_fused_head
@@ -217,8 +218,8 @@ def test_bfloat16_only_where_the_processor_multiplies_it(tmp_path: Path) -> None
         ("Features\t: fp asimd", False),
     ):
         cpuinfo.write_text(f"processor\t: 0\n{flags}\n")
-        assert hardware.cpu_has_bf16(cpuinfo) is native
-    assert not hardware.cpu_has_bf16(tmp_path / "missing")
+        assert has_bf16(cpuinfo) is native
+    assert not has_bf16(tmp_path / "missing")
 
 
 @pytest.mark.parametrize(

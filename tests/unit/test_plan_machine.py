@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tuneserve.plan.machine import cpu_has_bf16, first_gpu, look, memory
+from tuneserve.cpu import has_bf16
+from tuneserve.plan.machine import first_gpu, look, memory
 
 MIB = 2**20
 SMI = """#!/bin/sh
@@ -118,10 +119,10 @@ def test_memory_with_the_groups_files_at_the_root(tmp_path: Path) -> None:
 def test_bf16_by_flags(tmp_path: Path) -> None:
     info = tmp_path / "cpuinfo"
     info.write_text("processor: 0\nflags\t\t: fpu avx2 avx512_bf16\n")
-    assert cpu_has_bf16(info)
+    assert has_bf16(info)
     info.write_text("processor: 0\nflags\t\t: fpu avx2\n")
-    assert not cpu_has_bf16(info)
-    assert not cpu_has_bf16(tmp_path / "absent")
+    assert not has_bf16(info)
+    assert not has_bf16(tmp_path / "absent")
 
 
 def test_supposed_card(tmp_path: Path) -> None:

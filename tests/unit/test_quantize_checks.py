@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tuneserve.cpu import has_int4_kernel
 from tuneserve.errors import QuantizeError
 from tuneserve.quantize import checks
-from tuneserve.quantize.cpu import has_int4_kernel
 from tuneserve.quantize.finite import check_finite
 from tuneserve.quantize.support import gptqmodel_types, vllm_architectures
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-from pathlib import Path
 
 import torch
 
-log = logging.getLogger(__name__)
+from tuneserve.cpu import has_bf16
 
-# CPU instructions that multiply bfloat16. Without them a bf16 product runs 10 to 30 times slower
-# than the same product in float32 (measured on an AVX2 EPYC: 9 against 90 GFLOP/s a core).
-_CPU_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16", "avx_ne_convert"})
+log = logging.getLogger(__name__)
 
 
 def device() -> torch.device:
@@ -27,18 +24,8 @@ def compute_dtype(device: torch.device) -> torch.dtype:
     if device.type == "cuda":
         native = torch.cuda.get_device_capability(device) >= (8, 0)
     else:
-        native = cpu_has_bf16(Path("/proc/cpuinfo"))
+        native = has_bf16()
     return torch.bfloat16 if native else torch.float32
-
-
-def cpu_has_bf16(cpuinfo: Path) -> bool:
-    """Whether the processor that `cpuinfo` describes multiplies bfloat16 by itself."""
-    try:
-        lines = cpuinfo.read_text(errors="replace").splitlines()
-    except OSError:
-        return False
-    flags = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
-    return bool(_CPU_BF16_FLAGS & set(flags.partition(":")[2].split()))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -10,14 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tuneserve.cpu import has_bf16
 from tuneserve.places import run_root
 
 log = logging.getLogger(__name__)
 
 _MIB = 2**20
 _SMI_SECONDS = 20
-# Processor flags of instructions that multiply bfloat16; training computes in float32 without them.
-_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16", "avx_ne_convert"})
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ def look(disk: Path, *, gpu_memory_bytes: int | None = None) -> Machine:
         free,
         shutil.disk_usage(existing).free,
         str(disk),
-        cpu_has_bf16(),
+        has_bf16(),
         supposed=gpu_memory_bytes is not None,
     )
 
@@ -208,13 +207,3 @@ def _limit(folder: Path, limit_name: str, used_name: str) -> list[tuple[int, int
         return []
     cache = sum(int(line.split()[1]) for line in stat if line.startswith("inactive_file "))
     return [] if limit == "max" else [(int(limit), used - cache)]
-
-
-def cpu_has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether the processor multiplies bfloat16 by itself."""
-    try:
-        lines = cpuinfo.read_text(errors="replace").splitlines()
-    except OSError:
-        return False
-    flags = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
-    return bool(_BF16_FLAGS & set(flags.partition(":")[2].split()))

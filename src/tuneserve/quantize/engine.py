@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tuneserve.cpu import has_bf16
 from tuneserve.errors import OutOfMemory, QuantizeError, TuneserveError
 from tuneserve.progress import Progress
 
@@ -185,7 +186,7 @@ class _Run:
             config = GPTQConfig(sym=True, desc_act=False, **options)
         else:
             config = AWQConfig(sym=False, **options)
-        wide = device == "cpu" and not _fast_bfloat16()
+        wide = device == "cpu" and not has_bf16()
         clock = time.monotonic()
         with (
             _linear_in_float32() if wide else contextlib.nullcontext(),
@@ -358,13 +359,6 @@ def _linear_in_float32() -> Iterator[None]:
         yield
     finally:
         torch.nn.functional.linear = original
-
-
-def _fast_bfloat16() -> bool:
-    import torch
-
-    found = torch.cpu.get_capabilities()
-    return bool(found.get("avx512_bf16") or found.get("amx_bf16") or found.get("bf16"))
 
 
 def _out_of_memory(error: BaseException) -> bool:
