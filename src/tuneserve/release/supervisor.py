@@ -355,7 +355,7 @@ def _program_config(program: Program, launch: Path) -> str:
     return f"""[program:{program.name}]
 command={command}
 autostart=false
-autorestart=true
+autorestart=unexpected
 startsecs=60
 startretries=20
 stopsignal=TERM

@@ -49,6 +49,8 @@ def main(arguments: list[str]) -> int:
         return 1  # supervisord went before the kernel knew our wish
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans of the server become ours, so none can hide
     launch: dict[str, Any] = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
+    if launch.get("prover") and _forsaken(launch):
+        return 0  # started again by supervisord, and still nobody's
     socket_path = Path(launch["socket"]) if launch.get("socket") else None
     if socket_path:
         socket_path.unlink(missing_ok=True)  # left by a server that was killed; vLLM would not bind
@@ -127,15 +129,25 @@ def _watch_prover(launch: dict[str, Any], stop: Callable[[], None]) -> None:
     pid, started = launch["prover"]
     while process_start(pid) == started:
         time.sleep(1.0)
+    if _forsaken(launch):
+        stop()
+
+
+def _forsaken(launch: dict[str, Any]) -> bool:
+    """Whether a candidate's prover is gone and nothing in the state refers to the candidate."""
+    pid, started = launch["prover"]
+    if process_start(pid) == started:
+        return False
     try:
         state = json.loads(Path(launch["state_file"]).read_text(encoding="utf-8"))
         entry = state["names"][launch["name"]]
         kept = {entry["active"], entry["warm"], entry["promoting"]}
     except (OSError, ValueError, KeyError):
         kept = set()
-    if launch["release"] not in kept:
-        sys.stderr.write(f"tuneserve: process {pid}, which was proving this server, is gone\n")
-        stop()
+    if launch["release"] in kept:
+        return False
+    sys.stderr.write(f"tuneserve: process {pid}, which was proving this server, is gone\n")
+    return True
 
 
 def process_start(pid: int) -> int | None:
