@@ -292,7 +292,8 @@ def test_a_client_cannot_bring_its_own_template(house: House, first: dict[str, A
     assert httpx.post(f"{house.url}/v1/chat/completions", json=body, timeout=60).status_code == 400
 
 
-@pytest.mark.timeout(1800)
+@pytest.mark.full
+@pytest.mark.timeout(3600)
 def test_switches_under_load_lose_nothing(house: House, first: dict[str, Any]) -> None:
     with Load(house.url) as load:
         second = release(house.request("second", keep_warm=True))["release"]
