@@ -106,6 +106,14 @@ def _release_locked(
         if healthy(places.socket(record.id), record.id):
             log.info("%s already serves this model as %s", name, record.id)
             return record, True
+    if record and record.proven and champion in (None, record.id):
+        log.info("%s was proven before and nothing else serves: starting it again", record.id)
+        with promote.promoting(servers, record):
+            promote.start_again(servers, record, request.serve.ready_timeout_seconds)
+        promote.make_current(
+            servers, record, drain_seconds=float(request.serve.drain_timeout_seconds)
+        )
+        return record, True
     room = _room(request, facts, rows, servers, champion)
     if record is None:
         with state.change(places) as changed:
