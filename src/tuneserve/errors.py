@@ -73,8 +73,11 @@ class TuneserveError(Exception):
 
     def to_json(self) -> dict[str, Any]:
         """The error as the child protocol and ``--json`` carry it."""
+        # A class that a room made for itself travels as the nearest one of this tree, which
+        # every reader knows.
+        known = next(c for c in type(self).__mro__ if c.__module__ == __name__)
         return {
-            "kind": type(self).__name__,
+            "kind": known.__name__,
             "message": self.message,
             "expected": self.expected,
             "hint": self.hint,
@@ -197,11 +200,11 @@ class StageKilled(StageCrashed):
 
 
 def error_classes() -> dict[str, type[TuneserveError]]:
-    """All error classes by name, the whole tree."""
+    """The error classes of this tree by name."""
     found: dict[str, type[TuneserveError]] = {}
     todo: list[type[TuneserveError]] = [TuneserveError]
     while todo:
         cls = todo.pop()
         found[cls.__name__] = cls
-        todo.extend(cls.__subclasses__())
+        todo.extend(sub for sub in cls.__subclasses__() if sub.__module__ == __name__)
     return found

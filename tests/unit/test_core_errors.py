@@ -43,3 +43,12 @@ def test_exit_status_and_retries(cls: type[TuneserveError], status: int, retryab
 
 def test_an_unknown_kind_is_a_crash() -> None:
     assert type(TuneserveError.from_json({"kind": "Nonsense", "message": "m"})) is StageCrashed
+
+
+def test_a_rooms_own_class_travels_as_the_nearest_known_one() -> None:
+    class Refined(errors.GateRefused):
+        pass
+
+    got = TuneserveError.from_json(Refined("refused").to_json())
+    assert type(got) is errors.GateRefused
+    assert "Refined" not in error_classes()
