@@ -273,16 +273,6 @@ def blanks(house: House, release_id: str) -> list[int]:
     return list(ask(socket_path, "POST", "/tokenize", body, timeout_seconds=30).json()["tokens"])
 
 
-def test_langchain_unchanged(first: dict[str, Any]) -> None:
-    langchain = pytest.importorskip("langchain_openai")
-    chat = langchain.ChatOpenAI(
-        base_url=first["endpoint"], api_key="none", model="default", temperature=0, max_retries=0
-    )
-    question = "What colour is the lamp?"
-    whole = chat.invoke(question).content
-    assert whole and "".join(part.content for part in chat.stream(question)) == whole
-
-
 def test_a_client_cannot_bring_its_own_template(house: House, first: dict[str, Any]) -> None:
     body = {
         "model": "default",
