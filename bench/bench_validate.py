@@ -64,8 +64,8 @@ def write_rows(path: Path, rows: int, seed: int, shortest: int, longest: int) ->
 
 def gate(data: Path, base: Path, processes: int) -> None:
     """Child: run the stage and print its metrics."""
-    from tuneserve.config import parse_run
     from tuneserve.data.stage import run
+    from tuneserve.runfile import parse_run
     from tuneserve.stages import StageContext
 
     logging.basicConfig(level=logging.WARNING)

@@ -30,9 +30,9 @@ def main() -> int:
 
     from flows.finetune_to_serve import finetune_to_serve
     from tuneserve.artifacts import Store
-    from tuneserve.config import load_run_file
     from tuneserve.errors import TuneserveError
     from tuneserve.places import store_root
+    from tuneserve.runfile import load_run_file
 
     # A pipe has no width of its own, and 80 columns cut two answers to ribbons.
     console = Console(width=None if sys.stdout.isatty() else 120)

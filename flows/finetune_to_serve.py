@@ -16,9 +16,9 @@ from tasks.quantize import quantize
 from tasks.release import release
 from tasks.train import train
 from tasks.validate import validate
-from tuneserve.config import load_run_file
 from tuneserve.pipeline import finetune_to_serve as run_pipeline
 from tuneserve.process import StageCall, StageResult
+from tuneserve.runfile import load_run_file
 
 _TASKS: dict[str, Callable[..., Any]] = {
     task.name: task for task in (fetch, validate, plan, train, merge, evaluate, quantize, release)

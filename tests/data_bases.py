@@ -19,11 +19,11 @@ from tokenizers import (
     trainers,
 )
 
-from tuneserve.config import parse_run
 from tuneserve.data.engine import Engine
 from tuneserve.data.probe import add_tools, examine
 from tuneserve.data.template import ChatTemplate
 from tuneserve.data.worker import Settings, Worker
+from tuneserve.runfile import parse_run
 from tuneserve.stages import StageContext
 
 SPECIALS = [

@@ -16,7 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tuneserve.config import RunFile, parse_run
+from tuneserve.config import RunFile
+from tuneserve.runfile import parse_run
 
 _SCRIPT = """#!/bin/sh
 if [ "$1" = -c ]; then exec {python} "$@"; fi

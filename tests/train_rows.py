@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tuneserve.artifacts import Artifact
-from tuneserve.config import parse_run
+from tuneserve.runfile import parse_run
 from tuneserve.stages import StageContext
 
 IGNORED = -100

@@ -8,21 +8,16 @@ format's code; secrets live in the environment and are named here, never held
 from __future__ import annotations
 
 import re
-from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
-    ValidationError,
     field_validator,
     model_validator,
 )
-
-from tuneserve.errors import RunFileError
 
 _SIZE_UNITS = {
     "": 1,
@@ -53,9 +48,6 @@ def parse_size(value: Any) -> Any:
 
 
 Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
-
-
-AnySection = TypeVar("AnySection", bound="Section")
 
 
 class Section(BaseModel):
@@ -388,151 +380,3 @@ class RunFile(Section):
         default_factory=EnginesSection, description="Interpreters per stage."
     )
     store: StoreSection = Field(default_factory=StoreSection, description="Artifact store.")
-
-
-def load_run_file(path: Path) -> RunFile:
-    """Read and check a run file; relative paths in it are taken from the run file's folder.
-
-    Raises:
-        RunFileError: The file is missing, not YAML, or one or more fields are wrong (all of them
-        are listed).
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise RunFileError(
-            f"{path}: cannot be read ({error.strerror})",
-            expected="a YAML run file",
-            hint="check the path; README shows what a run file holds",
-        ) from error
-    except UnicodeDecodeError as error:
-        raise RunFileError(
-            f"{path}: byte {error.start} is not UTF-8", hint="save the file as UTF-8"
-        ) from error
-    try:
-        data = yaml.load(text, Loader=_StrictLoader)  # a SafeLoader that also refuses repeated keys
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
-        raise RunFileError(
-            f"{where}: {getattr(error, 'problem', None) or error}",
-            expected="valid YAML",
-            hint="mend the line named",
-        ) from error
-    if not isinstance(data, dict):
-        raise RunFileError(
-            f"{path}: holds {type(data).__name__}",
-            expected="a mapping with name, model and data",
-            hint="see README",
-        )
-    return parse_run(data, source=str(path), folder=path.resolve().parent)
-
-
-def parse_run(data: dict[str, Any], *, source: str = "run", folder: Path | None = None) -> RunFile:
-    """Check a run given as a mapping.
-
-    Args:
-        data: The mapping, as read from YAML.
-        source: What error messages call it.
-        folder: Relative paths are made absolute from here; None leaves them as they are.
-
-    Raises:
-        RunFileError: Lists every wrong field with its path.
-    """
-    try:
-        run = RunFile.model_validate(data)
-    except ValidationError as error:
-        raise _all_problems(error, source) from error
-    return run if folder is None else _absolute(run, folder)
-
-
-def make_section(kind: type[AnySection], source: str, **values: Any) -> AnySection:
-    """A section from single values, as a command's options give them.
-
-    Raises:
-        RunFileError: Lists every wrong value.
-    """
-    try:
-        return kind(**values)
-    except ValidationError as error:
-        raise _all_problems(error, source) from error
-
-
-def _all_problems(error: ValidationError, source: str) -> RunFileError:
-    problems = [f"{_field_path(item['loc'])}: {_problem(item)}" for item in error.errors()]
-    count = "1 field is wrong" if len(problems) == 1 else f"{len(problems)} fields are wrong"
-    return RunFileError(
-        f"{source}: {count}\n  " + "\n  ".join(problems),
-        hint="mend the fields named; README and deploy/runs/demo.yaml show a whole run file",
-        details={"fields": [_field_path(item["loc"]) for item in error.errors()]},
-    )
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a repeated key, which YAML readers otherwise resolve silently to
-    the last.
-    """
-
-
-def _strict_mapping(
-    loader: _StrictLoader, node: yaml.MappingNode, deep: bool = False
-) -> dict[Any, Any]:
-    seen: set[str] = set()
-    for key_node, _ in node.value:
-        if key_node.value in seen:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"the key {key_node.value!r} occurs twice", key_node.start_mark
-            )
-        if isinstance(key_node.value, str):
-            seen.add(key_node.value)
-    return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
-
-
-_StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _strict_mapping)
-
-
-def _field_path(loc: tuple[int | str, ...]) -> str:
-    return ".".join(str(part) for part in loc) or "(top)"
-
-
-def _problem(item: Any) -> str:
-    if item["type"] == "extra_forbidden":
-        return "there is no such field"
-    if item["type"] == "missing":
-        return "is missing"
-    return f"{item['msg'].removeprefix('Value error, ')} (found {item['input']!r})"
-
-
-def _absolute(run: RunFile, folder: Path) -> RunFile:
-    def place(path: str) -> str:
-        return path if "://" in path else str(folder / Path(path).expanduser())
-
-    engines = {
-        name: engine.model_copy(update={"python": engine.python and place(engine.python)})
-        for name, engine in run.engines
-    }
-
-    base = run.model.base
-    # A hub id (org/name) looks like a relative path: it is one only when that folder exists.
-    if base.startswith(("./", "../")) or (
-        not base.startswith("builtin:") and (folder / base).is_dir()
-    ):
-        base = str((folder / base).resolve())
-    template = run.model.chat_template
-    return run.model_copy(
-        update={
-            "model": run.model.model_copy(
-                update={"base": base, "chat_template": place(template) if template else None}
-            ),
-            "data": run.data.model_copy(
-                update={
-                    "train": [place(p) for p in run.data.train],
-                    "eval": [place(p) for p in run.data.eval],
-                }
-            ),
-            "engines": run.engines.model_copy(update=engines),
-            "store": run.store.model_copy(
-                update={"root": place(run.store.root) if run.store.root else None}
-            ),
-        }
-    )

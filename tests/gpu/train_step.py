@@ -150,7 +150,7 @@ def _train(root: Path, base: Path, options: argparse.Namespace) -> dict[str, Any
     import torch
 
     from tuneserve.artifacts import Artifact
-    from tuneserve.config import parse_run
+    from tuneserve.runfile import parse_run
     from tuneserve.stages import StageContext
     from tuneserve.train.stage import run
 

@@ -75,7 +75,8 @@ def lines(path: Path) -> list[Any]:
 def test_real_rejected_cases_and_the_artifact(tmp_path: Path) -> None:
     """The built-in base, a real child process, every rejected case of data_templates."""
     from tuneserve.checkpoint.base import resolve_base
-    from tuneserve.config import ModelSection, parse_run
+    from tuneserve.config import ModelSection
+    from tuneserve.runfile import parse_run
 
     expected = json.loads((ROOT / "data_templates" / "rejected.expected.json").read_text())
     folder = resolve_base(ModelSection(base="builtin:smollm2-135m"))

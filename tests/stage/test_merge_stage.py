@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from tuneserve.artifacts import Artifact
-from tuneserve.config import parse_run
 from tuneserve.errors import AdapterError, OutputExists
 from tuneserve.merge import merge_adapter
 from tuneserve.merge.proof import read_proof, verify
+from tuneserve.runfile import parse_run
 from tuneserve.stages import StageContext
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -23,7 +23,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tuneserve.config import GatesSection, ServeSection, parse_run
+from tuneserve.config import GatesSection, ServeSection
 from tuneserve.errors import (
     DeviceBusy,
     GateRefused,
@@ -39,6 +39,7 @@ from tuneserve.release.request import ReleaseRequest
 from tuneserve.release.stage import release
 from tuneserve.release.supervisor import GATEWAY, Keeper, server_program
 from tuneserve.release.wrapper import session_members
+from tuneserve.runfile import parse_run
 
 
 def _stub() -> ModuleType:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from tuneserve.config import RunFile, load_run_file, parse_run, parse_size
+from tuneserve.config import RunFile, parse_size
 from tuneserve.errors import RunFileError
+from tuneserve.runfile import load_run_file, parse_run
 
 ROOT = Path(__file__).parents[2]
 GOOD: dict[str, Any] = {

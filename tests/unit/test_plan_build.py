@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tuneserve.config import RunFile, parse_run
+from tuneserve.config import RunFile
 from tuneserve.errors import DiskFull, OutOfMemory, RunFileError
 from tuneserve.plan import plan_run
 from tuneserve.plan.build import Plan, plan_for
@@ -17,6 +17,7 @@ from tuneserve.plan.machine import Gpu, GpuProcess, Machine
 from tuneserve.plan.rows import DataShape
 from tuneserve.plan.stage import refuse
 from tuneserve.plan.stage import run as run_stage
+from tuneserve.runfile import parse_run
 from tuneserve.stages import StageContext
 
 GIB = 2**30

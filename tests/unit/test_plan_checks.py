@@ -9,10 +9,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from tuneserve.config import RunFile, parse_run
+from tuneserve.config import RunFile
 from tuneserve.plan.arch import Arch, arch_from_config
 from tuneserve.plan.checks import problems, target_linears, warnings
 from tuneserve.plan.rows import DataShape, data_shape, data_shape_from_metrics
+from tuneserve.runfile import parse_run
 
 SMOLLM2 = {
     "model_type": "llama",

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tuneserve.config import RunFile, parse_run
+from tuneserve.config import RunFile
 from tuneserve.plan.arch import arch_from_config
 from tuneserve.plan.constants import quantized_bytes
 from tuneserve.plan.later import (
@@ -19,6 +19,7 @@ from tuneserve.plan.later import (
     serving,
 )
 from tuneserve.plan.memory import Step, saved_bytes_per_token, train_peak, with_micro_batch
+from tuneserve.runfile import parse_run
 
 GIB = 2**30
 QWEN2_7B = arch_from_config(

@@ -1,0 +1,75 @@
+"""What every command shares: the application, its options, and the only printing."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from tuneserve.config import RunFile
+    from tuneserve.process import StageCall, StageResult
+
+app = typer.Typer(
+    name="tuneserve",
+    help="From a chat data set and a base model to a proven OpenAI-compatible endpoint.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+RunArgument = Annotated[Path, typer.Argument(help="The run file (YAML).", metavar="RUN.yaml")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+
+
+def load(path: Path) -> RunFile:
+    """Read a run file; from here on the log goes to stderr."""
+    from tuneserve.runfile import load_run_file
+
+    log_to_stderr()
+    return load_run_file(path)
+
+
+def execute(call: StageCall) -> StageResult:
+    """Run one stage as a child process, its log on stderr."""
+    from tuneserve.process import run_stage
+    from tuneserve.progress import human_seconds
+
+    def say(line: str) -> None:
+        print(f"{time.strftime('%H:%M:%S')} {call.stage} | {line}", file=sys.stderr, flush=True)
+
+    result = run_stage(call, log_line=say)
+    how = "re-used" if result.cached else f"in {human_seconds(result.seconds)}"
+    say(f"{result.artifact or 'done'} ({how})")
+    if result.metrics.get("table"):
+        print(result.metrics["table"], file=sys.stderr, flush=True)
+    return result
+
+
+def validated(run: RunFile) -> tuple[Path, StageResult]:
+    """Fetch the base and validate the data: what every later stage needs."""
+    from tuneserve.process import StageCall
+
+    base = Path(execute(StageCall("fetch", run)).metrics["path"])
+    return base, execute(StageCall("validate", run, base))
+
+
+def show(data: Any, text: str, as_json: bool) -> None:
+    """Print the result: one JSON object, or the text."""
+    print(json.dumps(data, default=str, sort_keys=True) if as_json else text)
+
+
+def log_to_stderr() -> None:
+    """Send the log to stderr, so that stdout holds the result alone."""
+    import logging
+
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S"
+    )
+    for noisy in ("httpx", "httpcore", "urllib3", "matplotlib", "fsspec"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)

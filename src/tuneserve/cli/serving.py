@@ -1,0 +1,155 @@
+"""The endpoint: release, switch, look, stop."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tuneserve.cli.app import (
+    JsonOption,
+    app,
+    log_to_stderr,
+    show,
+)
+
+
+@app.command(epilog="Example: tuneserve release merged/ --name support")
+def release(
+    model: Annotated[Path, typer.Argument(help="Folder of a model.", metavar="MODEL_DIR")],
+    name: Annotated[str, typer.Option(help="Served name.")] = "default",
+    host: Annotated[str, typer.Option(help="Address of the gateway.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port of the gateway.")] = 8080,
+    api_key_env: Annotated[
+        str | None, typer.Option(help="Environment variable that holds the API key.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Serve a model folder: start it, prove it, switch to it."""
+    from tuneserve.config import ServeSection
+    from tuneserve.release.control import release_model_dir
+    from tuneserve.runfile import make_section
+
+    log_to_stderr()
+    serve = make_section(
+        ServeSection, "tuneserve release", name=name, host=host, port=port, api_key_env=api_key_env
+    )
+    found = release_model_dir(model, serve=serve)
+    show(found, f"endpoint: {found['endpoint']}\nmodel: {found['model']}", as_json)
+
+
+@app.command(epilog="Example: tuneserve ask 'How long is the warranty?'")
+def ask(
+    question: Annotated[str, typer.Argument(help="What to ask.")],
+    name: Annotated[str | None, typer.Option(help="Served name; unset: the only one.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 256,
+    as_json: JsonOption = False,
+) -> None:
+    """Ask the endpoint one question with the official OpenAI client."""
+    from tuneserve.ask import ask_endpoint
+
+    answer = ask_endpoint(question, name=name, max_tokens=max_tokens)
+    show(answer, answer["answer"], as_json)
+
+
+@app.command(epilog="Example: tuneserve status")
+def status(as_json: JsonOption = False) -> None:
+    """What is serving: releases, health, memory, since when."""
+    from tuneserve.release.control import status as get_status
+    from tuneserve.release.status_text import status_text
+
+    found = get_status()
+    show(found, status_text(found), as_json)
+
+
+@app.command(epilog="Example: tuneserve up")
+def up(as_json: JsonOption = False) -> None:
+    """Start what was serving, after `down` or a restart of the machine."""
+    from tuneserve.release import control
+    from tuneserve.release.status_text import status_text
+
+    log_to_stderr()
+    found = control.up()
+    show(found, status_text(found), as_json)
+
+
+@app.command(epilog="Example: tuneserve promote support-3")
+def promote(
+    release_id: Annotated[str, typer.Argument(help="Release id.", metavar="RELEASE")],
+    as_json: JsonOption = False,
+) -> None:
+    """Make a release that was proven before the one that serves."""
+    from tuneserve.release import control
+
+    log_to_stderr()
+    found = control.promote_release(release_id)
+    show(found, f"{found['release']} serves now", as_json)
+
+
+@app.command(epilog="Example: tuneserve rollback --name support")
+def rollback(
+    name: Annotated[str | None, typer.Option(help="Served name; unset: the default one.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Go back to the release that served before."""
+    from tuneserve.release import control
+
+    log_to_stderr()
+    found = control.rollback(name)
+    show(found, f"{found['release']} serves now", as_json)
+
+
+@app.command(epilog="Example: tuneserve down")
+def down(
+    name: Annotated[str | None, typer.Option(help="Served name; unset: all of them.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Stop serving: running answers finish first."""
+    from tuneserve.release import control
+
+    log_to_stderr()
+    found = control.down(name)
+    show(found, "ended: " + (", ".join(found["ended"]) or "nothing was serving"), as_json)
+
+
+@app.command(epilog="Example: tuneserve logs support --follow")
+def logs(
+    which: Annotated[
+        str | None,
+        typer.Argument(help="Served name, release id, gateway, access or keeper."),
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing.")] = False,
+    lines: Annotated[int, typer.Option(help="Lines from the end.")] = 40,
+) -> None:
+    """Show the log of a server."""
+    from tuneserve.release import control
+
+    files = [str(path) for path in control.log_files(which)]
+    os.execvp("tail", ["tail", "-n", str(lines), *(["-F"] if follow else []), *files])
+
+
+@app.command(epilog="Example: tuneserve keys add my-application")
+def keys(
+    action: Annotated[str, typer.Argument(help="list, add or revoke.")] = "list",
+    name: Annotated[str, typer.Argument(help="Name of the key.")] = "",
+    as_json: JsonOption = False,
+) -> None:
+    """API keys of the endpoint: named, several, revocable."""
+    from tuneserve.release import control
+
+    if action not in ("list", "add", "revoke") or (action != "list" and not name):
+        raise typer.BadParameter("use `keys list`, `keys add NAME` or `keys revoke NAME`")
+    if action == "add":
+        key = control.add_key(name)
+        show(
+            {"name": name, "key": key},
+            f"{key}\n(shown this once; send it as a Bearer token)",
+            as_json,
+        )
+        return
+    if action == "revoke":
+        control.revoke_key(name)
+    found = control.key_names()
+    show({"keys": found}, "\n".join(found) or "no keys", as_json)

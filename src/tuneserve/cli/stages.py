@@ -1,0 +1,161 @@
+"""The pipeline and its single stages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from tuneserve.cli.app import (
+    JsonOption,
+    RunArgument,
+    app,
+    execute,
+    load,
+    log_to_stderr,
+    show,
+    validated,
+)
+
+
+@app.command(epilog="Example: tuneserve validate deploy/runs/demo.yaml")
+def validate(run_file: RunArgument, as_json: JsonOption = False) -> None:
+    """Check the data: every row that would hurt a GPU is named with file, line and column."""
+    run = load(run_file)
+    result = validated(run)[1]
+    metrics = result.metrics
+    folder = Path(result.path or "")
+    data = {
+        **metrics,
+        "artifact": result.artifact,
+        "path": result.path,
+        "tokenizer": str(folder / "tokenizer"),
+        "cached": result.cached,
+    }
+    lines = [
+        f"rows read {metrics['rows_read']}, kept {metrics['rows_kept']}, "
+        f"rejected {metrics['rows_rejected']}",
+        *(f"  {code}: {count}" for code, count in sorted(metrics["reasons"].items())),
+        f"report: {folder / 'report.md'}",
+    ]
+    show(data, "\n".join(lines), as_json)
+
+
+@app.command(epilog="Example: tuneserve plan RUN.yaml --gpu-memory 24GiB")
+def plan(
+    run_file: RunArgument,
+    gpu_memory: Annotated[
+        str | None, typer.Option(help="Plan for a card of this size, e.g. 24GiB; no GPU needed.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Predict peak memory, disk and the micro-batch of every stage, before anything runs."""
+    from tuneserve.config import parse_size
+    from tuneserve.plan import plan_run
+
+    try:
+        gpu_bytes = parse_size(gpu_memory) if gpu_memory else None
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--gpu-memory") from error
+    found = plan_run(load(run_file), gpu_memory_bytes=gpu_bytes)
+    show({k: v for k, v in found.items() if k != "table"}, found["table"], as_json)
+    if not found["fits"]:
+        raise SystemExit(3)
+
+
+@app.command(epilog="Example: tuneserve train RUN.yaml")
+def train(run_file: RunArgument, as_json: JsonOption = False) -> None:
+    """Train the adapter: fetch, validate and plan first; a finished adapter is re-used."""
+    from tuneserve.process import StageCall
+
+    run = load(run_file)
+    base, dataset = validated(run)
+    inputs = {"dataset": dataset.artifact or ""}
+    hints = execute(StageCall("plan", run, base, inputs)).metrics["hints"]["train"]
+    result = execute(StageCall("train", run, base, inputs, hints=hints))
+    show(result.to_json(), f"adapter: {result.path}", as_json)
+
+
+@app.command(epilog="Example: tuneserve run deploy/runs/demo.yaml")
+def run(run_file: RunArgument, as_json: JsonOption = False) -> None:
+    """The whole way: validate, plan, train, merge, evaluate, quantize, prove and serve."""
+    from tuneserve.pipeline import finetune_to_serve
+
+    result = finetune_to_serve(load(run_file), execute)
+    lines = [f"{kind}: {id}" for kind, id in result.artifacts.items()]
+    lines += [f"endpoint: {result.endpoint}", f"model: {result.model}"]
+    show(result.to_json(), "\n".join(lines), as_json)
+
+
+@app.command(epilog="Example: tuneserve merge --base base/ --adapter adapter/ --out merged/")
+def merge(
+    base: Annotated[Path, typer.Option(help="Folder of the base model.")],
+    adapter: Annotated[Path, typer.Option(help="Folder of the PEFT adapter.")],
+    out: Annotated[Path, typer.Option(help="Folder to make.")],
+    base_weights: Annotated[
+        Literal["original", "nf4"],
+        typer.Option(help="original, or nf4: the dequantized weights that training saw."),
+    ] = "original",
+    max_memory: Annotated[str, typer.Option(help="Memory to stay under, e.g. 700MiB.")] = "700MiB",
+    in_memory: Annotated[
+        bool, typer.Option("--in-memory", help="Merge with PEFT: whole model in memory.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Merge a LoRA adapter into its base, shard by shard, in bounded memory."""
+    from tuneserve.config import parse_size
+    from tuneserve.merge import merge_adapter
+
+    if base_weights not in ("original", "nf4"):
+        raise typer.BadParameter(
+            f"{base_weights!r}; use original or nf4", param_hint="--base-weights"
+        )
+    try:
+        limit = parse_size(max_memory)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--max-memory") from error
+    log_to_stderr()
+    result = merge_adapter(
+        base, adapter, out, base_weights=base_weights, max_memory_bytes=limit, in_memory=in_memory
+    ).to_json()
+    text = (
+        f"{out}: {result['merged']} tensors merged, {result['copied']} copied, "
+        f"{result['bytes_written'] / 1e9:.2f} GB in {result['seconds']:.1f} s, "
+        f"peak {result['peak_rss_bytes'] / 2**20:.0f} MiB"
+    )
+    show(result, text, as_json)
+
+
+@app.command(
+    epilog="Example: tuneserve quantize --model merged/ --calibration dataset-1f0c --out q/"
+)
+def quantize(
+    model: Annotated[Path, typer.Option(help="Folder of the 16-bit model.")],
+    calibration: Annotated[str, typer.Option(help="Dataset artifact: its id or its folder.")],
+    out: Annotated[Path, typer.Option(help="Folder to make.")],
+    method: Annotated[Literal["gptq", "awq"], typer.Option(help="Format.")] = "gptq",
+    group_size: Annotated[int, typer.Option(help="Weights per scale: 32, 64, 128 or -1.")] = 128,
+    as_json: JsonOption = False,
+) -> None:
+    """Export a 4-bit model that vLLM serves, calibrated on the training rows."""
+    from tuneserve.artifacts import Store
+    from tuneserve.config import QuantizeSection
+    from tuneserve.lineage import open_artifact
+    from tuneserve.places import store_root
+    from tuneserve.quantize import quantize_model
+    from tuneserve.runfile import make_section
+
+    log_to_stderr()
+    folder = open_artifact(Store(store_root()), calibration).path
+    section = make_section(QuantizeSection, "tuneserve quantize", group_size=group_size)
+    result = quantize_model(model, method, folder, out, section).to_json()
+    show(result, f"{out}: {method}, {result['bytes'] / 1e6:.0f} MB", as_json)
+
+
+@app.command(hidden=True)
+def stage(name: str, request: Path, result: Path) -> None:
+    """The inside of a stage's child process."""
+    from tuneserve.child import run_request
+
+    raise SystemExit(run_request(name, request, result))
