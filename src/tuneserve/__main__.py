@@ -13,10 +13,12 @@ import sys
 from tuneserve.cli.app import app
 from tuneserve.errors import TuneserveError
 
-# isort: off  (the order of import is the order of the verbs in --help)
+# The order of import is the order of the verbs in --help.
+# isort: off
 from tuneserve.cli import stages
 from tuneserve.cli import serving
 from tuneserve.cli import records
+# isort: on
 
 __all__ = ["app", "main", "records", "serving", "stages"]
 
