@@ -75,8 +75,15 @@ def start_tokenizer(context: StageContext) -> subprocess.Popen[str]:
     )
 
 
-def finish_tokenizer(context: StageContext, child: subprocess.Popen[str]) -> Prepared:
+def finish_tokenizer(
+    context: StageContext, child: subprocess.Popen[str], *, vocab_rows: int | None = None
+) -> Prepared:
     """Wait for the child, compare its renderings with ours, and examine the template.
+
+    Args:
+        context: The stage's.
+        child: What `start_tokenizer` gave.
+        vocab_rows: Rows of the embedding, where the weights that say so are not here.
 
     Raises:
         ModelError: The tokenizer cannot be loaded, or its template not be supervised.
@@ -90,7 +97,7 @@ def finish_tokenizer(context: StageContext, child: subprocess.Popen[str]) -> Pre
         (context.work / f"tokenizer_{name}.json").unlink(missing_ok=True)
     config = json.loads((base / "config.json").read_text(encoding="utf-8"))
     check_context(config, answer["model_max_length"], context.run.data.max_length)
-    vocab_rows = embedding_rows(base, config)
+    vocab_rows = vocab_rows or embedding_rows(base, config)
     generation = _generation_config(base)
     stops = stop_ids(answer["eos_id"], generation)
     try:
