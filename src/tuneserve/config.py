@@ -10,14 +10,10 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    field_validator,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+
+from tuneserve.policy import BudgetSection, NotifySection, OverlapSection
+from tuneserve.section import Section
 
 _SIZE_UNITS = {
     "": 1,
@@ -48,12 +44,6 @@ def parse_size(value: Any) -> Any:
 
 
 Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
-
-
-class Section(BaseModel):
-    """A part of the run file: frozen, and a field it does not know is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class ModelSection(Section):
@@ -361,6 +351,11 @@ class StoreSection(Section):
     root: str | None = Field(
         None, description="Folder of the artifact store; unset: TUNESERVE_HOME/store."
     )
+    remote: str | None = Field(
+        None,
+        description="Where every artifact is copied to and looked for, such as "
+        "s3://bucket/prefix; unset: nowhere.",
+    )
 
 
 class RunFile(Section):
@@ -380,3 +375,10 @@ class RunFile(Section):
         default_factory=EnginesSection, description="Interpreters per stage."
     )
     store: StoreSection = Field(default_factory=StoreSection, description="Artifact store.")
+    budget: BudgetSection = Field(default_factory=BudgetSection, description="What a run may cost.")
+    overlap: OverlapSection = Field(
+        default_factory=OverlapSection, description="When another run is under way."
+    )
+    notify: NotifySection = Field(
+        default_factory=NotifySection, description="Who hears how a run ended."
+    )

@@ -13,6 +13,7 @@
     |   +-- OutOfMemory                did not fit; retried only with changed settings
     |   +-- DiskFull                   not enough free disk
     |   +-- DeviceBusy                 another run or process holds the GPU or the name
+    |   +-- BudgetSpent                the run used up what its budget allows
     +-- GateRefused           exit 4   a gate refused the candidate; the champion keeps serving
     +-- ServiceError          exit 5   something outside failed
     |   +-- HubError                   the model hub did not answer
@@ -148,6 +149,10 @@ class DeviceBusy(ResourceError):
     """Another run or process holds the GPU or the served name."""
 
     retryable = True
+
+
+class BudgetSpent(ResourceError):
+    """A run used up what the run file's budget allows."""
 
 
 class GateRefused(TuneserveError):

@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import ValidationError
 
-from tuneserve.config import RunFile, Section
+from tuneserve.config import RunFile
 from tuneserve.errors import RunFileError
+from tuneserve.section import Section
 
 AnySection = TypeVar("AnySection", bound=Section)
 

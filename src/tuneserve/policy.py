@@ -1,0 +1,64 @@
+"""The parts of the run file for runs that nobody watches: what a run may cost, what it does when
+another holds what it needs, and who hears how it ended.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from tuneserve.section import Section
+
+Event = Literal["promoted", "refused", "failed", "unchanged"]
+
+
+def _default_events() -> list[Event]:
+    return ["promoted", "refused", "failed"]
+
+
+class BudgetSection(Section):
+    """What one run may cost. Artifacts that are re-used cost nothing."""
+
+    max_gpu_hours: float | None = Field(
+        None,
+        gt=0,
+        description="GPU hours of one run: hours of its stages times the cards it sees, waits "
+        "between retries included; unset: no limit.",
+    )
+    max_seconds: float | None = Field(
+        None,
+        gt=0,
+        description="Seconds that the stages of one run may take together; unset: no limit. One "
+        "stage alone: engines.*.max_seconds.",
+    )
+    price_per_gpu_hour: float | None = Field(
+        None,
+        ge=0,
+        description="What one GPU costs an hour, in your currency; shown by `tuneserve lineage`.",
+    )
+
+
+class OverlapSection(Section):
+    """What a run does while another holds its served name or a card."""
+
+    when_busy: Literal["wait", "refuse"] = Field(
+        "wait", description="Wait until the other run has ended, or end at once and name it."
+    )
+    max_wait_seconds: float = Field(
+        86400, ge=0, description="Longest wait in seconds; then the run ends and names the other."
+    )
+
+
+class NotifySection(Section):
+    """A webhook that hears how a run ended, with the gates' findings."""
+
+    url_env: str | None = Field(
+        None,
+        description="Environment variable that holds the webhook's URL, which is a secret; the "
+        "URL itself never here.",
+    )
+    on: list[Event] = Field(
+        default_factory=_default_events,
+        description="Which ends are told: promoted, refused (by a gate), failed, unchanged.",
+    )
