@@ -15,12 +15,13 @@ from tuneserve.errors import TuneserveError
 
 # The order of import is the order of the verbs in --help.
 # isort: off
+from tuneserve.cli import starting
 from tuneserve.cli import stages
 from tuneserve.cli import serving
 from tuneserve.cli import records
 # isort: on
 
-__all__ = ["app", "main", "records", "serving", "stages"]
+__all__ = ["app", "main", "records", "serving", "stages", "starting"]
 
 
 def main() -> None:

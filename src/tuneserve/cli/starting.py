@@ -1,0 +1,43 @@
+"""The first command: from a data file to a run file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tuneserve.cli.app import JsonOption, app, log_to_stderr, show
+
+
+@app.command(epilog="Example: tuneserve init chats.jsonl --gpu-memory 24GiB")
+def init(
+    data: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Files, folders or globs with conversations; none: an example is written.",
+            metavar="[DATA]...",
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Run file to write.")] = Path("run.yaml"),
+    base: Annotated[
+        str | None,
+        typer.Option(help="Hub id, folder or builtin:smollm2-135m; unset: one that fits."),
+    ] = None,
+    gpu_memory: Annotated[
+        str | None, typer.Option(help="For a card of this size, e.g. 24GiB; no GPU needed.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the run file.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Look at your data and your card, and write a run file that fits both."""
+    from tuneserve.config import parse_size
+    from tuneserve.init import init_run
+
+    try:
+        gpu_bytes = parse_size(gpu_memory) if gpu_memory else None
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--gpu-memory") from error
+    log_to_stderr()
+    made = init_run(data or [], out, base=base, gpu_memory_bytes=gpu_bytes, force=force)
+    show(made.to_json(), made.text(), as_json)
