@@ -23,9 +23,11 @@ from typing import Any
 
 from tuneserve.artifacts import Artifact, Store, write_json_atomic
 from tuneserve.config import RunFile
+from tuneserve.devices import visible_gpus
 from tuneserve.errors import DiskFull, OutOfMemory, TuneserveError
-from tuneserve.process import PARENT_PIPE_VARIABLE, package_versions
+from tuneserve.process import HELD_LOCKS_VARIABLE, PARENT_PIPE_VARIABLE
 from tuneserve.stages import STAGES, StageContext, StageSpec
+from tuneserve.versions import package_versions
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +71,10 @@ def run_request(name: str, request_path: Path, result_path: Path) -> int:
 
 def end_with_parent() -> None:
     """End our whole process group when the parent is gone: its end of the pipe then closes."""
+    # We keep the run's locks as long as we live; a server that we start must not.
+    for held in filter(None, os.environ.pop(HELD_LOCKS_VARIABLE, "").split(",")):
+        with contextlib.suppress(OSError):  # an interpreter's wrapper may have closed it
+            os.set_inheritable(int(held), False)
     text = os.environ.pop(PARENT_PIPE_VARIABLE, "")
     if not text:
         return
@@ -110,6 +116,7 @@ def _run(spec: StageSpec, request: dict[str, Any]) -> dict[str, Any]:
                 "config": request["run"],
                 "versions": package_versions(sys.executable, ("tuneserve", *spec.packages)),
                 "metrics": metrics,
+                "gpus": len(visible_gpus()),
                 "started": started.isoformat(timespec="seconds"),
                 "finished": datetime.now(UTC).isoformat(timespec="seconds"),
                 "seconds": round(time.monotonic() - clock, 3),

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tuneserve.calls import StageCall, StageResult
 from tuneserve.config import RunFile
 from tuneserve.errors import GateRefused, QuantizeError, RunFileError, ServerError, TuneserveError
-from tuneserve.process import StageCall, StageResult
 
 log = logging.getLogger(__name__)
 
@@ -24,21 +24,33 @@ Execute = Callable[[StageCall], StageResult]
 
 @dataclass
 class PipelineResult:
-    """What a run gave: the endpoint, and the artifact of every stage."""
+    """What a run gave: the endpoint, and the artifact of every stage.
+
+    `outcome` is ``promoted``, or ``unchanged`` where there was nothing to do; `note` says why.
+    """
 
     endpoint: str
     model: str
     release: str
     artifacts: dict[str, str] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
+    outcome: str = "promoted"
+    note: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """As the `--json` output and Prefect carry it."""
         return dict(vars(self))
 
 
-def finetune_to_serve(run: RunFile, execute: Execute) -> PipelineResult:
+def finetune_to_serve(
+    run: RunFile, execute: Execute, unchanged: Callable[[Path], PipelineResult | None]
+) -> PipelineResult:
     """Validate, plan, train, merge, evaluate, then quantize and release down the ladder.
+
+    Args:
+        run: The run file.
+        execute: Runs one stage.
+        unchanged: Given the base's folder: the result at once, where nothing has to be done.
 
     Raises:
         TuneserveError: A stage failed; `GateRefused` when every rung of `quantize.methods` was
@@ -51,6 +63,8 @@ def finetune_to_serve(run: RunFile, execute: Execute) -> PipelineResult:
             hint="use share, and run `tuneserve down` before and `tuneserve up` after if need be",
         )
     base = Path(execute(StageCall("fetch", run)).metrics["path"])
+    if (known := unchanged(base)) is not None:
+        return known
     dataset = _id(execute(StageCall("validate", run, base)))
     hints = execute(StageCall("plan", run, base, {"dataset": dataset})).metrics["hints"]
     adapter = _id(

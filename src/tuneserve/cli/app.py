@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from tuneserve.calls import StageCall, StageResult
     from tuneserve.config import RunFile
-    from tuneserve.process import StageCall, StageResult
 
 app = typer.Typer(
     name="tuneserve",
@@ -53,7 +53,7 @@ def execute(call: StageCall) -> StageResult:
 
 def validated(run: RunFile) -> tuple[Path, StageResult]:
     """Fetch the base and validate the data: what every later stage needs."""
-    from tuneserve.process import StageCall
+    from tuneserve.calls import StageCall
 
     base = Path(execute(StageCall("fetch", run)).metrics["path"])
     return base, execute(StageCall("validate", run, base))

@@ -67,7 +67,7 @@ def plan(
 @app.command(epilog="Example: tuneserve train RUN.yaml")
 def train(run_file: RunArgument, as_json: JsonOption = False) -> None:
     """Train the adapter: fetch, validate and plan first; a finished adapter is re-used."""
-    from tuneserve.process import StageCall
+    from tuneserve.calls import StageCall
 
     run = load(run_file)
     base, dataset = validated(run)
@@ -78,13 +78,21 @@ def train(run_file: RunArgument, as_json: JsonOption = False) -> None:
 
 
 @app.command(epilog="Example: tuneserve run deploy/runs/demo.yaml")
-def run(run_file: RunArgument, as_json: JsonOption = False) -> None:
+def run(
+    run_file: RunArgument,
+    force: Annotated[
+        bool, typer.Option("--force", help="Run also when nothing changed since the last time.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
     """The whole way: validate, plan, train, merge, evaluate, quantize, prove and serve."""
-    from tuneserve.pipeline import finetune_to_serve
+    from tuneserve.retrain import retrain
 
-    result = finetune_to_serve(load(run_file), execute)
+    result = retrain(load(run_file), execute, force=force)
     lines = [f"{kind}: {id}" for kind, id in result.artifacts.items()]
     lines += [f"endpoint: {result.endpoint}", f"model: {result.model}"]
+    if result.note:
+        lines.append(result.note)
     show(result.to_json(), "\n".join(lines), as_json)
 
 

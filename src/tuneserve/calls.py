@@ -1,0 +1,183 @@
+"""A stage asked for, and what it gave: keys, sources and the store that holds the result."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from tuneserve.artifacts import Store, file_sha256
+from tuneserve.config import EngineSection, RunFile
+from tuneserve.errors import ModelError
+from tuneserve.places import store_root
+from tuneserve.stages import STAGES, StageSpec, section
+from tuneserve.versions import package_versions
+
+_WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".lock"}
+_NOT_READ = {"README.md", "LICENSE", "NOTICE", ".gitattributes", ".gitignore"}
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """What a stage gave: small, JSON-able through `to_json`, without the artifact's data."""
+
+    stage: str
+    metrics: dict[str, Any]
+    artifact: str | None = None
+    path: str | None = None
+    cached: bool = False
+    seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """As a dictionary of plain values."""
+        return dict(vars(self))
+
+
+@dataclass(frozen=True)
+class StageCall:
+    """One stage asked for: everything that decides its result."""
+
+    stage: str
+    run: RunFile
+    base: Path | None = None
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    hints: Mapping[str, Any] = field(default_factory=dict)
+    # When the run's budget ends, in seconds since 1970; retries count against it.
+    deadline: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values, small enough for an orchestrator's parameters."""
+        return {
+            "stage": self.stage,
+            "run": self.run.model_dump(mode="json"),
+            "base": str(self.base) if self.base else None,
+            "inputs": dict(self.inputs),
+            "settings": dict(self.settings),
+            "hints": dict(self.hints),
+            "deadline": self.deadline,
+        }
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> StageCall:
+        """The call that `to_json` wrote."""
+        return StageCall(
+            stage=data["stage"],
+            run=RunFile.model_validate(data["run"]),
+            base=Path(data["base"]) if data["base"] else None,
+            inputs=data["inputs"],
+            settings=data["settings"],
+            hints=data["hints"],
+            deadline=data.get("deadline"),
+        )
+
+    @property
+    def spec(self) -> StageSpec:
+        """The table's row."""
+        return STAGES[self.stage]
+
+    @property
+    def store(self) -> Store:
+        """The store of this run."""
+        return open_store(self.run)
+
+    @property
+    def engine(self) -> EngineSection:
+        """Interpreter and time limit of the stage."""
+        return cast(EngineSection, getattr(self.run.engines, self.spec.engine))
+
+    def interpreter(self) -> str:
+        """The Python that runs the stage."""
+        return self.engine.python or sys.executable
+
+    def sources(self) -> dict[str, list[dict[str, str]]]:
+        """The data files of a stage that reads them, by side: path and SHA-256."""
+        if not self.spec.uses_files:
+            return {}
+        return {side: _file_digests(getattr(self.run.data, side)) for side in ("train", "eval")}
+
+    def key(self) -> dict[str, Any]:
+        """All that changes the artifact's bytes: config, inputs, base, files, versions."""
+        spec = self.spec
+        key: dict[str, Any] = {
+            "config": {name: section(self.run, name) for name in spec.sections},
+            "inputs": {name: self.inputs[name] for name in spec.inputs if name in self.inputs},
+            "settings": dict(self.settings),
+            "versions": package_versions(self.interpreter(), spec.packages),
+            "code": spec.code_version,
+        }
+        if spec.uses_base:
+            key["base"] = self._base_digest()
+        if spec.uses_files:
+            # Paths say where the bytes lie, not what they are; the hashes below stand for them.
+            unused = {"train", "eval"} | (
+                {"eval_fraction", "seed"} if self.run.data.eval else set()
+            )
+            data = {k: v for k, v in key["config"]["data"].items() if k not in unused}
+            key["config"] = {**key["config"], "data": data}
+            key["files"] = {
+                side: [file["sha256"] for file in files] for side, files in self.sources().items()
+            }
+            if self.run.model.chat_template:
+                key["config"]["model.chat_template"] = file_sha256(
+                    Path(self.run.model.chat_template)
+                )
+        return key
+
+    def _base_digest(self) -> str:
+        from tuneserve.checkpoint.fingerprint import fingerprint
+
+        if self.base is None:
+            raise ModelError(
+                f"stage {self.stage} needs the base model's folder", hint="fetch the base first"
+            )
+        # The weights have their fingerprint; every other file may decide bytes: tokenizer,
+        # template, stop ids of the generation config, code that comes with the model.
+        others = hashlib.sha256()
+        for path in sorted(self.base.iterdir()):
+            if (
+                path.is_file()
+                and path.suffix not in _WEIGHT_SUFFIXES
+                and path.name not in _NOT_READ
+            ):
+                others.update(f"{path.name}:{file_sha256(path)}\n".encode())
+        return f"{fingerprint(self.base)['digest']}+{others.hexdigest()[:16]}"
+
+
+def open_store(run: RunFile) -> Store:
+    """The artifact store that a run file names."""
+    return Store(store_root(run.store.root))
+
+
+def _file_digests(paths: list[str]) -> list[dict[str, str]]:
+    from tuneserve.data.files import expand_paths
+
+    return [{"path": path, "sha256": _digest(path)} for path in expand_paths(paths)]
+
+
+def _digest(path: str) -> str:
+    if "://" in path:
+        return _stream_digest(path)
+    stat = os.stat(path)
+    return _local_digest(path, stat.st_size, stat.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=4096)
+def _local_digest(path: str, size: int, mtime_ns: int) -> str:
+    """A file is read once a run, though several keys need its hash."""
+    return _stream_digest(path)
+
+
+def _stream_digest(path: str) -> str:
+    import fsspec
+
+    digest = hashlib.sha256()
+    with fsspec.open(path, "rb") as stream:
+        while block := stream.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,85 @@
+"""Tell a webhook how a run ended, with what the gates found.
+
+The body is one JSON object whose `text` Slack, Mattermost and Teams show as it is; the other
+fields are for programs. A notification that cannot be delivered is logged and changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+
+from tuneserve.policy import NotifySection
+
+log = logging.getLogger(__name__)
+
+_TRIES = 3
+_TIMEOUT_SECONDS = 10.0
+_FIRST_PAUSE_SECONDS = 1.0
+
+
+def notify(section: NotifySection, event: str, facts: Mapping[str, Any]) -> bool:
+    """Post one notification; whether the webhook took it.
+
+    Args:
+        section: Where the URL is found, and which events are told.
+        event: promoted, refused, failed or unchanged.
+        facts: What is known of the run; `name` and `served` at least.
+    """
+    if event not in section.on or not section.url_env:
+        return False
+    url = os.environ.get(section.url_env, "")
+    if not url.startswith(("https://", "http://")):
+        log.warning("no notification: %s holds no http(s) address", section.url_env)
+        return False
+    body = json.dumps({"text": text_of(event, facts), "event": event, **facts}, default=str)
+    for attempt in range(_TRIES):
+        if attempt:
+            time.sleep(_FIRST_PAUSE_SECONDS * 2 ** (attempt - 1))
+        try:
+            request = urllib.request.Request(
+                url, body.encode(), {"Content-Type": "application/json"}, method="POST"
+            )
+            with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS):
+                return True
+        except urllib.error.HTTPError as error:
+            why = f"status {error.code}"
+            if error.code < 500:
+                break
+        except (OSError, ValueError) as error:
+            why = type(error).__name__  # its text may hold the URL, which is a secret
+    log.warning("the webhook of %s did not take the notification: %s", section.url_env, why)
+    return False
+
+
+def text_of(event: str, facts: Mapping[str, Any]) -> str:
+    """The notification for people, in a few lines."""
+    head = f"{facts['name']} ({facts['served']}): "
+    lines = [
+        head
+        + {
+            "promoted": f"release {facts.get('release')} serves now",
+            "refused": "the new model was refused; what was serving goes on serving",
+            "failed": f"failed during {facts.get('stage') or 'start'}",
+            "unchanged": facts.get("note") or "nothing to do",
+        }[event]
+    ]
+    if event in ("refused", "failed") and facts.get("error"):
+        lines.append(str(facts["error"]))
+    losses = {k: v for k, v in (facts.get("losses") or {}).items() if isinstance(v, float)}
+    if losses:
+        lines.append(
+            "held-out loss: " + ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
+        )
+    for gate in facts.get("gates") or ():
+        verdict = "passed" if gate["passed"] else "REFUSED"
+        lines.append(f"{gate['name']}: {verdict} (found {gate['found']}, wanted {gate['wanted']})")
+    if facts.get("link"):
+        lines.append(str(facts["link"]))
+    return "\n".join(lines)

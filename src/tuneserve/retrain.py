@@ -1,0 +1,137 @@
+"""A whole run as schedules need it: alone, within its budget, recorded, and heard of."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tuneserve.calls import StageCall, StageResult, open_store
+from tuneserve.config import RunFile
+from tuneserve.devices import visible_gpus
+from tuneserve.errors import GateRefused, TuneserveError
+from tuneserve.notify import notify
+from tuneserve.pipeline import Execute, PipelineResult, finetune_to_serve
+from tuneserve.runlock import hold
+from tuneserve.runs import RunRecord, Runs, now, summary
+from tuneserve.unchanged import inputs_digest, nothing_to_do
+
+log = logging.getLogger(__name__)
+
+
+def retrain(
+    run: RunFile,
+    execute: Execute,
+    *,
+    run_id: str = "",
+    force: bool = False,
+    link: str = "",
+    on_stale: Callable[[list[RunRecord]], None] = lambda stale: None,
+) -> PipelineResult:
+    """Do what the run file asks for, unless nothing changed since it was last done.
+
+    Args:
+        run: The run file.
+        execute: Runs one stage.
+        run_id: What others are told who holds the locks; a random one when empty.
+        force: Run also when nothing changed.
+        link: Where people see the run; part of notifications.
+        on_stale: Told of runs of this machine that were killed.
+
+    Raises:
+        DeviceBusy: Another run holds the served name or a card (see `overlap`).
+        BudgetSpent: The run's budget was used up.
+        GateRefused: Every export was refused; what was serving goes on serving.
+        TuneserveError: A stage failed.
+    """
+    run_id = run_id or uuid.uuid4().hex[:12]
+    runs = Runs()
+    with hold(run, run_id, now()):
+        # Only now: a run that waited may find the one before it killed.
+        stale = runs.mark_stale()
+        for other in stale:
+            notify(run.notify, "failed", {**summary(other), "link": link})
+        on_stale(stale)
+        record = RunRecord(run_id, run.name, run.serve.name, gpus=len(visible_gpus()))
+        with runs.recording(record):
+            return _watched(run, execute, runs, record, force=force, link=link)
+
+
+def _watched(
+    run: RunFile, execute: Execute, runs: Runs, record: RunRecord, *, force: bool, link: str
+) -> PipelineResult:
+    def unchanged(base: Path) -> PipelineResult | None:
+        last = runs.last_settled(run.serve.name)
+        record.inputs = inputs_digest(run, base)
+        runs.save(record)
+        note = "" if force else nothing_to_do(run, open_store(run), last, record.inputs)
+        if not note or last is None:
+            return None
+        log.info("%s", note)
+        record.used, record.artifacts, record.release = last.used, last.artifacts, last.release
+        known = last.result or {"endpoint": "", "model": run.serve.name, "release": ""}
+        return PipelineResult(**{**known, "outcome": "unchanged", "note": note})
+
+    try:
+        result = finetune_to_serve(run, _accounted(run, execute, runs, record), unchanged)
+    except GateRefused as error:
+        record.state, record.error = "refused", str(error)
+        _tell(run, record, link, error.details)
+        raise
+    except TuneserveError as error:
+        record.state, record.error = "failed", str(error)
+        _tell(run, record, link, {})
+        raise
+    except Exception as error:
+        record.state, record.error = "failed", f"{type(error).__name__}: {error}"
+        _tell(run, record, link, {})
+        raise
+    except BaseException:  # a person, or the machine going down, ended it
+        record.state = "cancelled"
+        raise
+    record.state = result.outcome
+    if result.metrics.get("reused"):
+        record.state, result.outcome = "confirmed", "unchanged"
+        result.note = f"{result.release} serves this model already"
+    record.release = result.release or None
+    record.artifacts = result.artifacts
+    record.result = result.to_json()
+    _tell(run, record, link, {**result.metrics, "note": result.note}, event=result.outcome)
+    return result
+
+
+def _accounted(run: RunFile, execute: Execute, runs: Runs, record: RunRecord) -> Execute:
+    """`execute` within the budget, noting what each stage gave and took."""
+    limits = [run.budget.max_seconds]
+    if run.budget.max_gpu_hours is not None and record.gpus:
+        limits.append(run.budget.max_gpu_hours * 3600 / record.gpus)
+    known = [limit for limit in limits if limit is not None]
+    deadline = time.time() + min(known) if known else None
+
+    def accounted(call: StageCall) -> StageResult:
+        record.stage = call.stage
+        runs.save(record)
+        started = time.monotonic()
+        try:
+            result = execute(replace(call, deadline=deadline))
+        finally:
+            spent = time.monotonic() - started
+            record.seconds[call.stage] = round(record.seconds.get(call.stage, 0.0) + spent, 1)
+        if result.artifact:
+            record.artifacts[str(call.spec.makes)] = result.artifact
+            record.used.append(result.artifact)
+        runs.save(record)
+        return result
+
+    return accounted
+
+
+def _tell(
+    run: RunFile, record: RunRecord, link: str, details: dict[str, Any], *, event: str = ""
+) -> None:
+    found = {key: details[key] for key in ("losses", "gates", "note") if details.get(key)}
+    notify(run.notify, event or record.state, {**summary(record), **found, "link": link})
