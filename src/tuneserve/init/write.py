@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import yaml
+
 from tuneserve.init.choose import Choice
 
 _COLUMN = 34
@@ -30,8 +32,7 @@ _ALSO = {
         "api_key_env: TUNESERVE_KEY      # the variable that holds it",
     ],
 }
-_PLAIN = re.compile(r"[A-Za-z0-9_./](?:[A-Za-z0-9_./ -]|:(?=[a-z0-9/]))*")
-_WORDS = {"null", "true", "false", "yes", "no", "on", "off", "y", "n"}
+_PLAIN = re.compile(r"[A-Za-z_./](?:[A-Za-z0-9_./ -]|:(?=[a-z0-9/]))*")
 
 
 def text_of(choice: Choice, header: list[str]) -> str:
@@ -78,11 +79,6 @@ def _scalar(value: Any) -> str:
         digits, power = f"{value:e}".split("e")
         return f"{float(digits):.1f}e{int(power)}"  # YAML 1.1 wants the dot: 2.0e-4
     if isinstance(value, str):
-        plain = _PLAIN.fullmatch(value) and value.lower() not in _WORDS
-        numeric = re.fullmatch(r"[0-9._]+([eE][-+0-9]*)?", value)
-        return (
-            value
-            if plain and not numeric and not value.endswith(" ")
-            else json.dumps(value, ensure_ascii=False)
-        )
+        plain = _PLAIN.fullmatch(value) and yaml.safe_load(value) == value  # not on, null, 1.0
+        return value if plain else json.dumps(value, ensure_ascii=False)
     return str(value)

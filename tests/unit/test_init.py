@@ -1,0 +1,279 @@
+"""`tuneserve init`: what it finds in data, what it chooses for a card, and what it writes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tokenizers import Tokenizer
+
+from tuneserve.checkpoint import base as base_module
+from tuneserve.data.conversation import check
+from tuneserve.data.formats import convert, detect
+from tuneserve.errors import (
+    DataError,
+    HubError,
+    HubRefused,
+    ModelError,
+    OutOfMemory,
+    OutputExists,
+)
+from tuneserve.init import init_run
+from tuneserve.init.bases import SUGGESTED
+from tuneserve.init.write import _scalar
+from tuneserve.plan.build import plan_for
+from tuneserve.runfile import load_run_file
+
+ROOT = Path(__file__).parents[2]
+TEMPLATES = ROOT / "data_templates"
+GIB = 2**30
+
+_spec = importlib.util.spec_from_file_location("data_bases", ROOT / "tests" / "data_bases.py")
+assert _spec is not None and _spec.loader is not None
+bases = importlib.util.module_from_spec(_spec)
+sys.modules["data_bases"] = bases
+_spec.loader.exec_module(bases)
+
+SHAPE = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "intermediate_size": 256,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 512,
+}
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Path:
+    """A base's small files, as after looking at the hub: tokenizer and config, no weights."""
+    folder = bases.make_base(tmp_path / "base")
+    (folder / "model.safetensors").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **SHAPE}))
+    return folder
+
+
+@pytest.fixture
+def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(*_: Any, **__: Any) -> Path:
+        raise HubError("x: the hub cannot be reached", hint="check the network")
+
+    monkeypatch.setattr(base_module, "download", silent)
+
+
+def chats(path: Path, count: int = 60, answer: str = "The lamp is red.") -> Path:
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"What colour is lamp {number}?"},
+                {"role": "assistant", "content": answer},
+            ]
+        }
+        for number in range(count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_counts_with_the_tokenizer_and_fits_this_machine(tmp_path: Path, local: Path) -> None:
+    data = chats(tmp_path / "Lamp Chats.jsonl")
+    out = tmp_path / "run.yaml"
+    made = init_run([str(data)], out, base=str(local))
+    # The longest row, rendered by hand: the template puts a system turn before it.
+    text = (
+        "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nWhat colour is lamp 59?"
+        "<|im_end|>\n<|im_start|>assistant\nThe lamp is red.<|im_end|>\n"
+    )
+    tokens = len(Tokenizer.from_file(str(local / "tokenizer.json")).encode(text).ids)
+    assert made.look is not None
+    assert (made.look.counted, made.look.distinct, made.look.longest) == (True, 60, tokens)
+    run = load_run_file(out)
+    assert run == made.choice.run
+    assert run.name == "lamp-chats" and run.data.train == [str(data)]
+    assert run.data.max_length == 256 and run.data.eval_fraction == 0.2
+    assert run.model.base == str(local)
+    assert plan_for(run, base_dir=local).fits
+    written = out.read_text()
+    assert f"the longest row has {tokens}" in written and "train: Lamp Chats.jsonl" in written
+    assert made.next_commands[0] == f"tuneserve validate {out}"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["Lamp Chats.jsonl", "base", "run.yaml"]
+
+
+def test_what_is_there_is_not_overwritten(tmp_path: Path, local: Path) -> None:
+    data, out = chats(tmp_path / "a.jsonl"), tmp_path / "run.yaml"
+    out.write_text("mine")
+    with pytest.raises(OutputExists) as caught:
+        init_run([str(data)], out, base=str(local))
+    assert "--force" in caught.value.hint and caught.value.exit_status == 2
+    assert out.read_text() == "mine"
+    init_run([str(data)], out, base=str(local), force=True)
+    assert load_run_file(out).name == "a"
+
+
+@pytest.mark.parametrize(
+    ("name", "format", "parser"),
+    [
+        ("messages.jsonl", "messages", None),
+        ("sharegpt.json", "sharegpt", None),
+        ("alpaca.json", "alpaca", None),
+        ("prompt_completion.jsonl", "prompt_completion", None),
+        ("tools_messages.jsonl", "messages", "hermes"),
+        ("tools_sharegpt.json", "sharegpt", "hermes"),
+    ],
+)
+def test_every_format_is_known(
+    tmp_path: Path, no_hub: None, name: str, format: str, parser: str | None
+) -> None:
+    made = init_run([str(TEMPLATES / name)], tmp_path / "run.yaml", gpu_memory_bytes=24 * GIB)
+    assert made.look is not None and made.look.sources.formats == [format]
+    assert not made.look.counted and not made.look.reasons
+    assert load_run_file(made.run_file).serve.tool_parser == parser
+
+
+@pytest.mark.parametrize(
+    ("gib", "words", "base", "method", "checkpointing"),
+    [
+        (6, 600, "Qwen/Qwen2.5-1.5B-Instruct", "lora", True),
+        (24, 600, "Qwen/Qwen2.5-7B-Instruct", "lora", True),
+        (18, 3600, "Qwen/Qwen2.5-7B-Instruct", "qlora", True),
+        (80, 600, "Qwen/Qwen2.5-7B-Instruct", "lora", False),
+    ],
+)
+def test_the_card_decides(
+    tmp_path: Path, no_hub: None, gib: int, words: int, base: str, method: str, checkpointing: bool
+) -> None:
+    data = chats(tmp_path / "a.jsonl", 600, "Red, and it glows at night. " * (words // 6))
+    made = init_run([str(data)], tmp_path / "run.yaml", gpu_memory_bytes=gib * GIB)
+    run = load_run_file(made.run_file)
+    assert run.model.base == base
+    assert (run.train.method, run.train.gradient_checkpointing) == (method, checkpointing)
+    shape = tmp_path / "config.json"
+    shape.write_text(json.dumps(next(s.config for s in SUGGESTED if s.name == base)))
+    plan = plan_for(run, base_dir=tmp_path, gpu_memory_bytes=gib * GIB)
+    assert plan.fits
+    assert plan.stages["train"].peak.needed_bytes <= 0.88 * gib * GIB
+    assert made.next_commands[1].endswith(f"--gpu-memory {gib}GiB")
+
+
+def test_says_when_a_retrain_needs_the_server_to_stop(tmp_path: Path, no_hub: None) -> None:
+    data = chats(tmp_path / "a.jsonl")
+    small = init_run([str(data)], tmp_path / "a.yaml", gpu_memory_bytes=24 * GIB)
+    large = init_run([str(data)], tmp_path / "b.yaml", gpu_memory_bytes=80 * GIB)
+    assert any("tuneserve down" in note for note in small.choice.notes)
+    assert not any("tuneserve down" in note for note in large.choice.notes)
+
+
+def test_a_model_too_large_for_the_card_is_refused(tmp_path: Path, no_hub: None) -> None:
+    data = chats(tmp_path / "a.jsonl")
+    with pytest.raises(OutOfMemory) as caught:
+        init_run(
+            [str(data)],
+            tmp_path / "run.yaml",
+            base="Qwen/Qwen2.5-7B-Instruct",
+            gpu_memory_bytes=8 * GIB,
+        )
+    assert caught.value.exit_status == 3 and "--base" in caught.value.hint
+    assert "evaluate needs" in caught.value.message
+    assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_without_data_there_is_an_example(tmp_path: Path, local: Path) -> None:
+    made = init_run([], tmp_path / "run.yaml", base=str(local))
+    assert made.example == tmp_path / "chats.jsonl"
+    rows = [json.loads(line) for line in made.example.read_text().splitlines()]
+    assert len(rows) == 4
+    for row in rows:
+        assert detect(row) == "messages"
+        check(convert(row, "messages"))
+    assert load_run_file(made.run_file).data.train == [str(tmp_path / "chats.jsonl")]
+    made.example.write_text("mine")
+    again = init_run([], tmp_path / "run.yaml", base=str(local), force=True)
+    assert again.example is None and (tmp_path / "chats.jsonl").read_text() == "mine"
+
+
+def test_broken_rows_are_named(tmp_path: Path, local: Path) -> None:
+    made = init_run([str(TEMPLATES / "rejected.jsonl")], tmp_path / "run.yaml", base=str(local))
+    assert made.look is not None and made.look.reasons["unknown_role"] >= 1
+    [note] = [note for note in made.choice.notes if "max_rejected" in note]
+    assert "rejected.jsonl:" in note
+
+
+def test_too_little_data_is_said(tmp_path: Path, local: Path) -> None:
+    made = init_run([str(chats(tmp_path / "a.jsonl", 3))], tmp_path / "run.yaml", base=str(local))
+    assert any("min_calibration_tokens" in note for note in made.choice.notes)
+
+
+def test_preference_pairs_are_refused(tmp_path: Path, local: Path) -> None:
+    data = tmp_path / "dpo.jsonl"
+    data.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n")
+    with pytest.raises(DataError, match="preference pairs"):
+        init_run([str(data)], tmp_path / "run.yaml", base=str(local))
+    assert not (tmp_path / "run.yaml").exists()
+
+
+def test_no_usable_row_is_refused(tmp_path: Path, local: Path) -> None:
+    data = tmp_path / "a.jsonl"
+    data.write_text(json.dumps({"messages": [{"role": "bot", "content": "x"}]}) + "\n")
+    with pytest.raises(DataError, match=r"none of 1 rows can be used(.|\n)*unknown_role"):
+        init_run([str(data)], tmp_path / "run.yaml", base=str(local))
+
+
+def test_a_silent_hub(tmp_path: Path, no_hub: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = chats(tmp_path / "a.jsonl")
+    with pytest.raises(HubError) as caught:
+        init_run([str(data)], tmp_path / "run.yaml", base="some/model")
+    assert "--base a folder" in caught.value.hint and caught.value.exit_status == 5
+
+    def refused(*_: Any, **__: Any) -> Path:
+        raise HubRefused("gated")
+
+    monkeypatch.setattr(base_module, "download", refused)
+    with pytest.raises(HubRefused):
+        init_run([str(data)], tmp_path / "run.yaml", base=SUGGESTED[0].name)
+    with pytest.raises(ModelError, match="no such folder"):
+        init_run([str(data)], tmp_path / "run.yaml", base="./nowhere")
+    assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_a_long_file_is_read_in_part_and_extrapolated(tmp_path: Path, no_hub: None) -> None:
+    data = chats(tmp_path / "long.jsonl", 60_000)
+    made = init_run([str(data)], tmp_path / "run.yaml", gpu_memory_bytes=24 * GIB)
+    assert made.look is not None
+    assert 20_000 <= made.look.rows_read < 30_000
+    assert made.look.rows == pytest.approx(60_000, rel=0.03)
+    assert load_run_file(made.run_file).train.epochs == 1
+
+
+def test_the_command_prints_one_object(tmp_path: Path, local: Path) -> None:
+    chats(tmp_path / "my chats.jsonl")
+    command = [sys.executable, "-m", "tuneserve", "init", "my chats.jsonl", "--json"]
+    done = subprocess.run(
+        [*command, "--base", "base"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["run_file"] == "run.yaml" and found["data"]["distinct"] == 60
+    assert found["plan"]["fits"] and found["next"][0] == "tuneserve validate run.yaml"
+    run = load_run_file(tmp_path / "run.yaml")
+    assert (run.data.train, run.model.base) == ([str(tmp_path / "my chats.jsonl")], str(local))
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["on", "1.0", "1e5", "a: b", "a #b", "-x", "\u00e9t\u00e9.jsonl", "", "null", "x:y",
+     "builtin:a", ".5", ".inf", "s3://b/*.jsonl", "~/a", "a b", "a'b", '"',
+     "{a", "[a]", "*.jsonl", "2026-01-01", "0x1f",
+     2e-4, 1e-3, 0.05, 5, True, ["gptq"], {"r": 16, "alpha": 32}],
+)  # fmt: skip
+def test_yaml_gives_back_what_was_written(value: Any) -> None:
+    assert yaml.safe_load(f"key: {_scalar(value)}   # comment")["key"] == value
