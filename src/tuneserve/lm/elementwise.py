@@ -1,0 +1,110 @@
+"""What a decoder block does between its matrix products, fused where there is Triton. Engine file.
+
+Every function is one formula: in Triton on a GPU (`tuneserve.lm.kernels`), in torch elsewhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import Any
+
+import torch
+
+
+@functools.cache
+def _kernels() -> Any:
+    from tuneserve.lm import kernels
+
+    return kernels
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether Triton is installed; it comes with torch where there is a GPU."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def _fused(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda and has_triton()
+
+
+def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """``silu(gate) * up``: [rows, width]."""
+    if _fused(gate):
+        return _kernels().silu_mul(gate, up)
+    return torch.nn.functional.silu(gate).mul_(up)
+
+
+def silu_mul_backward(
+    gradient: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    into: tuple[torch.Tensor, torch.Tensor],
+    *,
+    keep_product: bool,
+) -> None:
+    """Gradients of `gate` and `up` written into `into`, which may be these themselves.
+
+    With `keep_product`, `gradient` is overwritten with ``silu(gate) * up``.
+    """
+    if _fused(gate):
+        _kernels().silu_mul_backward(gradient, gate, up, into, keep_product=keep_product)
+        return
+    sigmoid = torch.sigmoid(gate)
+    silu = gate * sigmoid
+    # silu' = s + g s (1 - s) = s + silu - silu s
+    slope = (sigmoid + silu).addcmul_(silu, sigmoid, value=-1).mul_(gradient).mul_(up)
+    product = silu * up if keep_product else None
+    torch.mul(gradient, silu, out=into[1])
+    into[0].copy_(slope)
+    if product is not None:
+        gradient.copy_(product)
+
+
+class _Rotate(torch.autograd.Function):
+    """Rotary position embedding (Su et al., 2021) of queries or keys; only the angles are kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _kernels().rotate(x, cos, sin, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (d,) = gradients
+        cos, sin = ctx.saved_tensors
+        if d.stride(-1) != 1:
+            d = d.contiguous()
+        return _kernels().rotate(d, cos, sin, -1.0), None, None
+
+
+def rotary(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    unsqueeze_dim: int = 1,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stands in for transformers' ``apply_rotary_pos_emb`` of [batch, heads, tokens, size].
+
+    The halves of `cos` and of `sin` must be equal, as they are in every family that rotates halves:
+    the gradient is then the rotation back.
+    """
+    if unsqueeze_dim != 1 or cos.shape[-1] != q.shape[-1] or cos.stride(-1) != 1:
+        raise ValueError("rotary: angles of [batch, tokens, size] wanted")
+    return _Rotate.apply(q, cos, sin), _Rotate.apply(k, cos, sin)
+
+
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, scale: float) -> torch.Tensor:
+    """Loss of each row of [rows, vocabulary]; the logits become `scale` times their gradient."""
+    if _fused(logits):
+        return _kernels().cross_entropy(logits, labels, scale)
+    rows = torch.arange(len(labels), device=logits.device)
+    z = logits.float()
+    log_sum = z.logsumexp(-1)
+    losses = log_sum - z[rows, labels]
+    z = (z.sub_(log_sum.unsqueeze(-1)) if z is not logits else z - log_sum.unsqueeze(-1)).exp_()
+    z[rows, labels] -= 1
+    logits.copy_(z.mul_(scale))
+    return losses

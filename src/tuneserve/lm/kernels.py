@@ -1,0 +1,189 @@
+"""Triton kernels for what a decoder block does between its matrix products. Engine file.
+
+Each replaces a chain of torch operations that would read and write the same numbers several times,
+and keep copies of them. The arithmetic is float32, the numbers are stored as they came. Imported
+only where there is Triton and a GPU; `tuneserve.lm.elementwise` chooses, and has the same formulas
+in torch.
+"""
+
+# ruff: noqa: ANN001, ANN202, N803, N806
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_BLOCK = 1024
+_VOCABULARY_BLOCK = 4096
+
+
+@triton.jit
+def _silu_mul(g_ptr, u_ptr, out_ptr, g_row, u_row, out_row, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    g = tl.load(g_ptr + row * g_row + at, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(u_ptr + row * u_row + at, mask=inside, other=0.0).to(tl.float32)
+    out = g * tl.sigmoid(g) * u
+    tl.store(out_ptr + row * out_row + at, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _silu_mul_backward(
+    d_ptr,
+    g_ptr,
+    u_ptr,
+    dg_ptr,
+    du_ptr,
+    d_row,
+    g_row,
+    u_row,
+    dg_row,
+    du_row,
+    width,
+    KEEP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    d = tl.load(d_ptr + row * d_row + at, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(g_ptr + row * g_row + at, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(u_ptr + row * u_row + at, mask=inside, other=0.0).to(tl.float32)
+    s = tl.sigmoid(g)
+    silu = g * s
+    dg = d * u * (s + silu * (1 - s))
+    tl.store(dg_ptr + row * dg_row + at, dg.to(dg_ptr.dtype.element_ty), mask=inside)
+    tl.store(du_ptr + row * du_row + at, (d * silu).to(du_ptr.dtype.element_ty), mask=inside)
+    if KEEP:
+        tl.store(d_ptr + row * d_row + at, (silu * u).to(d_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _rotate(
+    x_ptr,
+    out_ptr,
+    cos_ptr,
+    sin_ptr,
+    heads,
+    length,
+    x_batch,
+    x_head,
+    x_token,
+    out_batch,
+    out_head,
+    out_token,
+    angle_batch,
+    angle_token,
+    sign,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    batch = token // length
+    token = token % length
+    at = tl.arange(0, HALF)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    angles = batch * angle_batch + token * angle_token + at
+    cos1 = tl.load(cos_ptr + angles).to(tl.float32)[None, :]
+    cos2 = tl.load(cos_ptr + angles + HALF).to(tl.float32)[None, :]
+    sin1 = tl.load(sin_ptr + angles).to(tl.float32)[None, :] * sign
+    sin2 = tl.load(sin_ptr + angles + HALF).to(tl.float32)[None, :] * sign
+    inside = (head < heads)[:, None]
+    x_at = x_ptr + batch * x_batch + token * x_token + head[:, None] * x_head + at[None, :]
+    out_at = (
+        out_ptr + batch * out_batch + token * out_token + head[:, None] * out_head + at[None, :]
+    )
+    x1 = tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
+    x2 = tl.load(x_at + HALF, mask=inside, other=0.0).to(tl.float32)
+    kind = out_ptr.dtype.element_ty
+    tl.store(out_at, (x1 * cos1 - x2 * sin1).to(kind), mask=inside)
+    tl.store(out_at + HALF, (x2 * cos2 + x1 * sin2).to(kind), mask=inside)
+
+
+@triton.jit
+def _cross_entropy(z_ptr, label_ptr, loss_ptr, z_row, vocabulary, scale, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    begin = z_ptr + row * z_row
+    label = tl.load(label_ptr + row)
+    target = tl.load(begin + label).to(tl.float32)
+    top = -float("inf")
+    total = 0.0
+    for start in range(0, vocabulary, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        z = tl.load(begin + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)
+        higher = tl.maximum(top, tl.max(z, axis=0))
+        total = total * tl.exp(top - higher) + tl.sum(tl.exp(z - higher), axis=0)
+        top = higher
+    log_sum = top + tl.log(total)
+    tl.store(loss_ptr + row, log_sum - target)
+    for start in range(0, vocabulary, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        z = tl.load(begin + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)
+        d = (tl.exp(z - log_sum) - tl.where(at == label, 1.0, 0.0)) * scale
+        tl.store(begin + at, d.to(z_ptr.dtype.element_ty), mask=at < vocabulary)
+
+
+def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """``silu(gate) * up``: [rows, width]; rows may lie apart."""
+    rows, width = gate.shape
+    out = torch.empty((rows, width), dtype=gate.dtype, device=gate.device)
+    _silu_mul[rows, triton.cdiv(width, _BLOCK)](
+        gate, up, out, gate.stride(0), up.stride(0), out.stride(0), width, BLOCK=_BLOCK
+    )
+    return out
+
+
+def silu_mul_backward(
+    gradient: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    into: tuple[torch.Tensor, torch.Tensor],
+    *,
+    keep_product: bool,
+) -> None:
+    """Gradients of `gate` and `up` written into `into`, which may be these themselves.
+
+    With `keep_product`, `gradient` is overwritten with ``silu(gate) * up``.
+    """
+    rows, width = gate.shape
+    tensors = (gradient, gate, up, *into)
+    _silu_mul_backward[rows, triton.cdiv(width, _BLOCK)](
+        *tensors, *(t.stride(0) for t in tensors), width, KEEP=keep_product, BLOCK=_BLOCK
+    )
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: float) -> torch.Tensor:
+    """Rotary embedding of [batch, heads, tokens, size]; `cos`, `sin`: [batch or 1, tokens, size].
+
+    `sign` -1 turns back, which is the gradient. The last dimension must be contiguous.
+    """
+    batch, heads, length, size = x.shape
+    out = torch.empty_like(x)
+    many = min(triton.next_power_of_2(heads), 16)
+    _rotate[batch * length, triton.cdiv(heads, many)](
+        x,
+        out,
+        cos,
+        sin,
+        heads,
+        length,
+        *x.stride()[:3],
+        *out.stride()[:3],
+        cos.stride(0) if cos.shape[0] > 1 else 0,
+        cos.stride(1),
+        sign,
+        HALF=size // 2,
+        HEADS=many,
+    )
+    return out
+
+
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, scale: float) -> torch.Tensor:
+    """Loss of each row of [rows, vocabulary]; the logits become `scale` times their gradient."""
+    rows, vocabulary = logits.shape
+    losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    _cross_entropy[(rows,)](
+        logits, labels, losses, logits.stride(0), vocabulary, scale, BLOCK=_VOCABULARY_BLOCK
+    )
+    return losses
