@@ -1,0 +1,87 @@
+"""Every run file that is shipped fits, by prediction, on the card that it is named after."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tuneserve.checkpoint.base import peek_base
+from tuneserve.plan.build import Plan, plan_for
+from tuneserve.plan.machine import Gpu, Machine
+from tuneserve.runfile import load_run_file
+
+ROOT = Path(__file__).parents[2]
+RUNS = ROOT / "deploy" / "runs"
+SHAPES = ROOT / "tests" / "shapes"
+GIB = 2**30
+
+# What `nvidia-smi` reports as total on the smallest cards of each size, in GiB: A10 and L4, RTX
+# 5090, A100 40 GB, L40S, H100 80 GB. Names of cards are larger than what they have.
+CARDS = {
+    "gpu-24gb.yaml": [22.4, 24.0],
+    "gpu-32gb.yaml": [31.8],
+    "gpu-48gb.yaml": [39.4, 44.9],
+    "gpu-80gb.yaml": [79.6, 140.0],
+}
+
+
+def planned(path: Path, gib: float, tmp_path: Path) -> Plan:
+    run = load_run_file(path)
+    shape = SHAPES / f"{run.model.base.rsplit('/', 1)[-1]}.json"
+    (tmp_path / "config.json").write_bytes(shape.read_bytes())
+    size = int(gib * GIB)
+    machine = Machine(Gpu("card", size, size), 64 * GIB, 60 * GIB, 500 * GIB, "/store")
+    return plan_for(run, base_dir=tmp_path, machine=machine)
+
+
+def test_every_shipped_run_file_is_a_case() -> None:
+    assert {path.name for path in RUNS.rglob("*.y*ml")} == {*CARDS, "demo.yaml"}
+
+
+@pytest.mark.parametrize(
+    ("name", "gib"), [(name, gib) for name, sizes in CARDS.items() for gib in sizes]
+)
+def test_fits_on_its_card(name: str, gib: float, tmp_path: Path) -> None:
+    plan = planned(RUNS / name, gib, tmp_path)
+    assert {stage.name: stage.fits for stage in plan.stages.values()} == dict.fromkeys(
+        plan.stages, True
+    )
+    assert plan.blue_green_fits
+    assert plan.step.accumulation * plan.step.micro_batch == 16
+
+
+def test_the_demo_fits_without_a_gpu() -> None:
+    """Two cores and 8 GB, a small laptop."""
+    run = load_run_file(RUNS / "demo.yaml")
+    machine = Machine(None, 8 * GIB, 6 * GIB, 20 * GIB, "/store")
+    plan = plan_for(run, base_dir=peek_base(run.model), machine=machine)
+    assert plan.fits
+
+
+@pytest.mark.parametrize("name", sorted(CARDS))
+def test_the_header_says_what_the_plan_says(name: str, tmp_path: Path) -> None:
+    """Within a tenth, or a GiB: the words are rounded, and the plan is fitted again at times."""
+    text = (RUNS / name).read_text()
+    header = " ".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#"))
+    said = re.search(
+        r"train (\d+) GiB, evaluate (\d+) GiB, serve (\d+) GiB of (?:the|each) card; "
+        r"disk (\d+) GiB, (\d+) of it download",
+        header,
+    )
+    card = re.search(rf"tuneserve plan deploy/runs/{name} --gpu-memory (\d+)GiB", header)
+    assert said and card and "Time: " in header
+    # Micro-batches are chosen for the card that the command names; the smallest one is what counts
+    # where cards of one name differ.
+    plan = planned(RUNS / name, min(CARDS[name]), tmp_path)
+    found = [plan.stages[stage].peak.needed_bytes / GIB for stage in ("train", "evaluate", "serve")]
+    found += [plan.disk_bytes / GIB, plan.download_bytes / GIB]
+    for words, value in zip(map(float, said.groups()), found, strict=True):
+        assert words == pytest.approx(value, rel=0.1, abs=1), (name, found)
+
+
+@pytest.mark.parametrize("path", sorted(RUNS.rglob("*.y*ml")), ids=lambda path: path.name)
+def test_its_data_is_there(path: Path) -> None:
+    run = load_run_file(path)
+    assert all(Path(file).is_file() for file in [*run.data.train, *run.data.eval])
