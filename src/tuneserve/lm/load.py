@@ -20,14 +20,20 @@ NF4_BLOCKSIZE = 64
 """Weights per scale; bitsandbytes' default, which transformers does not let one change."""
 
 
-def quiet_libraries() -> None:
+def quiet_libraries(*, deepspeed: bool = False) -> None:
     """Keep the libraries' banners and bars out of the log, and them off the network.
 
     To be called before peft is imported.
+
+    Args:
+        deepspeed: It is needed; otherwise it counts as not installed, since the libraries import
+            it wherever they find it.
     """
     # PEFT imports gptqmodel when it is installed, which patches transformers and safetensors, and
     # refuses every LoRA when its companion package is missing. Here it counts as not installed.
     sys.modules.setdefault("gptqmodel", None)  # type: ignore[arg-type]
+    if not deepspeed:
+        sys.modules.setdefault("deepspeed", None)  # type: ignore[arg-type]
     # The base is a local folder: any hub access would be for kernels nobody asked for.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -58,6 +58,12 @@ def plot_memory(timeline: dict[str, Any], path: Path) -> None:
         (kinds or {"rss_bytes": "resident"}).items(), (_LOSS, _EVAL), strict=False
     ):
         axes.plot(seconds, [p[key] / 2**30 for p in points], color=colour, label=label)
+    for number, rank in enumerate(timeline.get("ranks", [])[1:], 1):
+        key, label = ("reserved_bytes", "reserved") if gpu else ("rss_bytes", "resident")
+        line = [(p["seconds"], p[key] / 2**30) for p in rank["timeline"]]
+        axes.plot(
+            *zip(*line, strict=True), color=_INK, linewidth=1, label=f"{label}, rank {number}"
+        )
     if timeline["planned_peak_bytes"]:
         planned = timeline["planned_peak_bytes"] / 2**30
         axes.axhline(planned, color=_INK, linestyle="--", label="planned peak")

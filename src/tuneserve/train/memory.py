@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -79,6 +80,16 @@ class MemoryTimeline:
             point["allocated_bytes"] = torch.cuda.memory_allocated()
             point["reserved_bytes"] = torch.cuda.memory_reserved()
         return point
+
+
+def of_ranks(timelines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Timelines of several processes, by rank, as one: the largest peaks, and all of them."""
+    peaks = {
+        name: max(timeline[name] for timeline in timelines)
+        for name in timelines[0]
+        if name.startswith("peak_")
+    }
+    return {**peaks, "timeline": timelines[0]["timeline"], "ranks": list(timelines)}
 
 
 def resident_bytes() -> int:
