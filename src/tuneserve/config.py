@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from tuneserve.policy import BudgetSection, NotifySection, OverlapSection
 from tuneserve.section import Section
+from tuneserve.thresholds import GatesSection as GatesSection
 
 _SIZE_UNITS = {
     "": 1,
@@ -252,28 +253,6 @@ class QuantizeSection(Section):
         if value not in (-1, 32, 64, 128):
             raise ValueError(f"{value} is not served by vLLM; use 32, 64, 128 or -1")
         return value
-
-
-class GatesSection(Section):
-    """When a candidate may be promoted. Losses are mean nats per supervised token on held-out
-    rows.
-    """
-
-    enabled: bool = Field(
-        True, description="Judge the candidate on held-out rows before it is promoted."
-    )
-    max_loss_over_merged: float = Field(
-        0.15,
-        ge=0,
-        description="Largest relative rise of the served model's loss over the merged model's.",
-    )
-    must_beat_base: bool = Field(
-        True, description="The served model's loss must be below the base model's."
-    )
-    parity_chats: int = Field(
-        8, ge=1, description="Held-out chats whose token ids the server must reproduce."
-    )
-    eval_rows: int = Field(64, ge=1, description="Most held-out rows that losses are measured on.")
 
 
 class ServeSection(Section):

@@ -114,8 +114,9 @@ STAGES: dict[str, StageSpec] = {
             engine="evaluate",
             makes="evaluation",
             inputs=("dataset", "adapter", "merged"),
-            sections=("gates.eval_rows",),
+            sections=("gates.eval_rows", "gates.structured_answers", "quantize.group_size"),
             packages=("torch", "transformers", "peft", "trl", "bitsandbytes"),
+            code_version=2,
             uses_base=True,
         ),
         StageSpec(

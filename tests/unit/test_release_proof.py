@@ -1,4 +1,4 @@
-"""Parity, served loss, gates, death reports: numbers worked out by hand."""
+"""Parity, served scores, death reports: numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ from typing import Any
 
 import pytest
 
-from tuneserve.config import GatesSection
-from tuneserve.errors import GateRefused, OutOfMemory, ServerError
+from tuneserve.errors import OutOfMemory, ServerError
 from tuneserve.release import parity
-from tuneserve.release.bootstrap import Interval, paired_interval
-from tuneserve.release.gates import judge
 from tuneserve.release.heldout import Row, spread
 from tuneserve.release.parity import ParityRefused, check_parity
 from tuneserve.release.ready import death_error, prompts_of
-from tuneserve.release.served_loss import row_nats
+from tuneserve.release.served_loss import row_scores
 from tuneserve.release.traffic import recent
 
 CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
@@ -88,10 +85,25 @@ def test_prompts_leave_out_the_answer() -> None:
     assert prompts_of([row(WHOLE, LABELS)], 3) == [CHAT[:1]]
 
 
-def test_nats_are_of_supervised_tokens_only() -> None:
+def test_scores_are_of_supervised_tokens_only() -> None:
     logprobs = [None] + [{str(t): {"logprob": -i / 2, "rank": i}} for i, t in enumerate(WHOLE)][1:]
+    found = row_scores(logprobs, row(WHOLE, LABELS))
     # positions 3, 4, 5: 1.5 + 2 + 2.5
-    assert row_nats(logprobs, row(WHOLE, LABELS)) == (6.0, 3, 0)
+    assert found.nats().tolist() == [6.0] and found.tokens.tolist() == [30, 31, 2]
+
+
+def test_the_likeliest_tokens_come_in_their_order() -> None:
+    entry = {
+        "30": {"logprob": -5.0, "rank": 40},  # stands there, and is not among the likeliest
+        "7": {"logprob": -1.0, "rank": 2},
+        "8": {"logprob": -0.5, "rank": 1},
+    }
+    logprobs: list[Any] = [{str(t): {"logprob": -1.0, "rank": 1}} for t in WHOLE]
+    logprobs[3] = entry
+    found = row_scores(logprobs, row(WHOLE, LABELS))
+    assert found.actual.tolist() == [-5.0, -1.0, -1.0]
+    assert found.ids[0, :3].tolist() == [8, 7, -1]
+    assert found.first_choice().tolist() == [False, True, True]
 
 
 @pytest.mark.parametrize("bad", [{}, {"2": {"logprob": float("nan"), "rank": 1}}])
@@ -99,40 +111,7 @@ def test_a_number_that_is_missing_or_not_finite_is_an_error(bad: dict[str, Any])
     logprobs: list[Any] = [{str(t): {"logprob": -1.0, "rank": 1}} for t in WHOLE]
     logprobs[5] = bad
     with pytest.raises(ServerError, match="for token 2 at 5"):
-        row_nats(logprobs, row(WHOLE, LABELS))
-
-
-def losses(**values: float) -> dict[str, float | None]:
-    return {**dict.fromkeys(("base", "adapter", "merged", "served")), **values}
-
-
-def test_a_good_candidate_passes() -> None:
-    report = judge(GatesSection(), losses(base=3.0, adapter=1.0, merged=1.0, served=1.1))
-    assert [gate.passed for gate in report.gates] == [True, True]
-    report.raise_if_refused("r1")
-    text = report.to_markdown("Release r1")
-    assert "| served | 1.1000 |" in text and "+10.0%" in text
-
-
-@pytest.mark.parametrize(
-    ("served", "refused"),
-    [(1.16, ["close to merged"]), (3.0, ["better than base", "close to merged"])],
-)
-def test_a_bad_candidate_is_refused_with_every_number(served: float, refused: list[str]) -> None:
-    report = judge(GatesSection(), losses(base=3.0, merged=1.0, served=served))
-    assert [gate.name for gate in report.refused] == refused
-    with pytest.raises(GateRefused, match=f"served {served:.4f}") as caught:
-        report.raise_if_refused("r1")
-    assert caught.value.exit_status == 4
-    assert json.dumps(caught.value.details)
-
-
-def test_what_was_not_measured_is_said() -> None:
-    report = judge(GatesSection(), losses(served=1.0))
-    assert len(report.skipped) == 2 and not report.gates
-    off = judge(GatesSection(enabled=False), losses(base=1.0, merged=1.0, served=9.0))
-    assert not off.gates and "switched off" in off.skipped[0]
-    assert "was not measured" in judge(GatesSection(), losses(base=1.0)).skipped[0]
+        row_scores(logprobs, row(WHOLE, LABELS))
 
 
 def test_a_dead_server_is_quoted_with_a_hint(tmp_path: Path) -> None:
@@ -160,34 +139,3 @@ def test_requests_per_second_from_the_access_log(tmp_path: Path) -> None:
     path.write_text("cut line\n" + "".join(json.dumps(line) + "\n" for line in lines))
     assert recent(path, "main", now=1070.0) == {"main": 0.02, "moss": 0.02}
     assert recent(tmp_path / "none", "main") == {}
-
-
-def test_bootstrap_of_equal_differences_is_a_point() -> None:
-    sources = [f"c:{i}" for i in range(8)]
-    interval = paired_interval(sources, [2] * 8, [1.0] * 8, [3.0] * 8)
-    assert interval is not None
-    assert (interval.mean, interval.low, interval.high) == (-1.0, -1.0, -1.0)
-
-
-def test_bootstrap_bounds_are_near_the_normal_ones() -> None:
-    # differences of +-1 nat, one token each, 100 conversations: the standard error is 0.1
-    sources = [f"c:{i}" for i in range(100)]
-    theirs = [1.0 if i % 2 else -1.0 for i in range(100)]
-    interval = paired_interval(sources, [1] * 100, [0.0] * 100, theirs, seed=3)
-    assert interval is not None and interval.mean == 0
-    assert interval.low == pytest.approx(-0.196, abs=0.03)
-    assert interval.high == pytest.approx(0.196, abs=0.03)
-    assert paired_interval(sources, [1] * 100, [0.0] * 100, theirs, seed=3) == interval
-
-
-def test_rows_of_a_conversation_are_drawn_together() -> None:
-    # ten rows, but two conversations: too few to bound anything
-    assert paired_interval(["a", "b"] * 5, [1] * 10, [0.0] * 10, [1.0] * 10) is None
-
-
-def test_a_gain_that_may_be_chance_does_not_beat_the_base() -> None:
-    unsure = Interval(-0.01, -0.05, 0.03, 20)
-    report = judge(GatesSection(), losses(base=1.0, served=0.99), over_base=unsure)
-    assert [gate.name for gate in report.refused] == ["better than base"]
-    sure = Interval(-0.5, -0.6, -0.4, 20)
-    assert not judge(GatesSection(), losses(base=1.0, served=0.5), over_base=sure).refused

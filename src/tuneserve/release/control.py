@@ -245,7 +245,7 @@ def promote_release(id: str, *, keep_warm: bool = False) -> dict[str, Any]:
         raise InputError(
             f"release {record.id} was never proven",
             expected="a release that passed its gates",
-            hint=f"its report: {places.release_folder(record.id) / 'report.md'}",
+            hint=f"its report: {places.release_folder(record.id) / 'gates.md'}",
         )
     with state.lock_name(places, record.name, f"promoting {record.id}"):
         if not servers.keeper.running():

@@ -1,27 +1,82 @@
 """Promotion gates: compare numbers that were measured elsewhere, and say the decision in words.
-Pure."""
+
+Pure. A gate passes when the whole interval of its number lies within the threshold, is refused when
+the number itself does not, and is undecided, which refuses as well, when too few conversations were
+held out to tell.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from tuneserve.config import GatesSection
+import numpy as np
+import numpy.typing as npt
+
 from tuneserve.errors import GateRefused
-from tuneserve.release.bootstrap import Interval
+from tuneserve.release.bootstrap import Interval, Resampled
+from tuneserve.thresholds import GatesSection
+
+Decision = Literal["passed", "refused", "undecided", "overridden"]
+MODELS = ("base", "adapter", "merged", "served", "champion")
 
 
 @dataclass(frozen=True)
 class Gate:
-    """One decision: what was asked, what was found."""
+    """One decision.
+
+    Attributes:
+        name: What is asked, in a few words.
+        passed: Whether it lets the candidate through.
+        found: What was measured.
+        wanted: What would pass.
+        decision: How it came out.
+        would_pass: The run-file setting with which it would have passed; empty when it did, or
+            when no setting would.
+    """
 
     name: str
     passed: bool
     found: str
     wanted: str
+    decision: Decision = "passed"
+    would_pass: str = ""
 
 
 @dataclass(frozen=True)
+class Evidence:
+    """What was measured, a value a held-out row; all sequences are as long as `sources`.
+
+    Attributes:
+        sources: Conversation of each row.
+        tokens: Supervised tokens.
+        nats: Summed loss by model: some of `MODELS` but the champion.
+        kl: Summed divergence from the merged model of `served` and of `rtn`, plain 4-bit rounding.
+        flips: Tokens with another first choice than the merged model's, of the same two.
+        answer_bytes: UTF-8 bytes of each row's last answer.
+        answer_nats: Its summed loss: of `served` and of `champion`.
+        answer_sources: Conversations of those rows, where the champion could be measured.
+    """
+
+    sources: Sequence[str] = ()
+    tokens: npt.NDArray[Any] = field(default_factory=lambda: np.zeros(0))
+    nats: Mapping[str, npt.NDArray[np.float64]] = field(default_factory=dict)
+    kl: Mapping[str, npt.NDArray[np.float64]] = field(default_factory=dict)
+    flips: Mapping[str, npt.NDArray[np.float64]] = field(default_factory=dict)
+    answer_sources: Sequence[str] = ()
+    answer_bytes: npt.NDArray[Any] = field(default_factory=lambda: np.zeros(0))
+    answer_nats: Mapping[str, npt.NDArray[np.float64]] = field(default_factory=dict)
+
+    def loss(self, name: str) -> float | None:
+        """Mean nats per supervised token of a model; None: not measured."""
+        if name not in self.nats or not self.tokens.sum():
+            return None
+        return float(self.nats[name].sum() / self.tokens.sum())
+
+
+@dataclass
 class GateReport:
     """All decisions about one candidate.
 
@@ -31,17 +86,26 @@ class GateReport:
         gates: The decisions.
         skipped: Proofs that were not made, and why.
         facts: Other numbers for the report, by the words they are shown with.
+        intervals: Low and high bound of each loss.
+        rungs: What was tried before on the ladder of exports: method, decision, reason.
     """
 
     losses: dict[str, float | None]
     gates: list[Gate] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     facts: dict[str, str] = field(default_factory=dict)
+    intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
+    rungs: list[dict[str, str]] = field(default_factory=list)
 
     @property
     def refused(self) -> list[Gate]:
         """Gates that were not passed."""
         return [gate for gate in self.gates if not gate.passed]
+
+    @property
+    def would_pass(self) -> list[str]:
+        """Settings with which the refused gates would have passed."""
+        return [gate.would_pass for gate in self.refused if gate.would_pass]
 
     def to_json(self) -> dict[str, Any]:
         """For programs."""
@@ -50,25 +114,24 @@ class GateReport:
             "gates": [vars(gate) for gate in self.gates],
             "skipped": self.skipped,
             "facts": self.facts,
+            "intervals": self.intervals,
+            "rungs": self.rungs,
         }
 
-    def to_markdown(self, title: str) -> str:
-        """For people."""
-        lines = [f"# {title}", ""]
-        if any(value is not None for value in self.losses.values()):
-            lines += ["| model | held-out loss (nats per supervised token) |", "|---|---|"]
-            for name, loss in self.losses.items():
-                lines.append(f"| {name} | {'not measured' if loss is None else f'{loss:.4f}'} |")
-            lines.append("")
-        if self.gates:
-            lines += ["| gate | decision | found | wanted |", "|---|---|---|---|"]
-            for gate in self.gates:
-                verdict = "passed" if gate.passed else "**refused**"
-                lines.append(f"| {gate.name} | {verdict} | {gate.found} | {gate.wanted} |")
-            lines.append("")
-        lines += [f"- {name}: {value}" for name, value in self.facts.items()]
-        lines += [f"- skipped: {reason}" for reason in self.skipped]
-        return "\n".join(lines).rstrip() + "\n"
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> GateReport:
+        """Rebuild what `to_json` gave, also of an earlier version that kept less."""
+        return GateReport(
+            dict(data["losses"]),
+            [
+                Gate(**{"decision": "passed" if gate["passed"] else "refused", **gate})
+                for gate in data.get("gates", ())
+            ],
+            list(data.get("skipped", ())),
+            dict(data.get("facts", {})),
+            {name: (low, high) for name, (low, high) in data.get("intervals", {}).items()},
+            list(data.get("rungs", ())),
+        )
 
     def raise_if_refused(self, release: str) -> None:
         """Raise when a gate was not passed.
@@ -79,74 +142,250 @@ class GateReport:
         if not self.refused:
             return
         reasons = "; ".join(f"{gate.name}: {gate.found}" for gate in self.refused)
+        changes = f" ({', '.join(self.would_pass)})" if self.would_pass else ""
         raise GateRefused(
             f"release {release} was refused by {len(self.refused)} of {len(self.gates)} gates: "
             f"{reasons}",
-            expected="; ".join(gate.wanted for gate in self.refused),
+            expected="; ".join(f"{gate.name}: {gate.wanted}" for gate in self.refused),
             hint="what was serving goes on serving; train longer, choose another quantize method, "
-            "or change "
-            "the thresholds in gates",
-            details=self.to_json(),
+            f"or change the thresholds in gates{changes}",
+            details={**self.to_json(), "would_pass": self.would_pass},
         )
 
 
-def judge(
-    config: GatesSection,
-    losses: dict[str, float | None],
-    *,
-    over_base: Interval | None = None,
-    skipped: list[str] | None = None,
-    facts: dict[str, str] | None = None,
-) -> GateReport:
-    """Decide whether the served model may be promoted.
+def judge(config: GatesSection, evidence: Evidence, *, skipped: Sequence[str] = ()) -> GateReport:
+    """Decide on the losses and distances whether the served model may be promoted.
 
     Args:
         config: Thresholds of the run file.
-        losses: `base`, `adapter`, `merged`, `served`; a gate whose numbers are missing is
-            skipped aloud.
-        over_base: Served minus base, bounded over conversations; decides in place of the point
-            when there are enough conversations.
+        evidence: What was measured. A gate whose numbers are missing is skipped aloud.
         skipped: Proofs that were skipped already.
-        facts: Other numbers to show.
     """
-    gates: list[Gate] = []
-    said = list(skipped or [])
-    served, base, merged = losses.get("served"), losses.get("base"), losses.get("merged")
+    losses = {name: evidence.loss(name) for name in MODELS if name != "champion"}
+    report = GateReport(losses, skipped=list(skipped))
     if not config.enabled:
-        said.append("gates: switched off in the run file (gates.enabled)")
-    elif served is None:
-        said.append("gates on the loss: the served model's loss was not measured")
-    else:
-        if not config.must_beat_base:
-            said.append("better than base: not asked for (gates.must_beat_base)")
-        elif base is None:
-            said.append("better than base: the base model's loss was not measured")
+        report.skipped.append("gates: switched off in the run file (gates.enabled)")
+        return report
+    if "served" not in evidence.nats:
+        report.skipped.append("gates on the loss: the served model's loss was not measured")
+        return report
+    columns = {"tokens": evidence.tokens, **evidence.nats}
+    columns |= {f"kl_{name}": values for name, values in evidence.kl.items()}
+    columns |= {f"flips_{name}": values for name, values in evidence.flips.items()}
+    draws = Resampled(evidence.sources, columns, seed=config.seed, confidence=config.confidence)
+    for name in evidence.nats:
+        interval = draws.interval(lambda s, name=name: s[name] / s["tokens"])
+        report.intervals[name] = (interval.low, interval.high)
+    for gate in (_over_base, _merge_keeps, _served_keeps, _close, _same_choice):
+        decided = gate(config, draws, report)
+        if isinstance(decided, str):
+            report.skipped.append(decided)
         else:
-            gates.append(_better_than_base(served, base, over_base))
-        if merged is None:
-            said.append("close to merged: the merged model's loss was not measured")
-        else:
-            gates.append(_close_to_merged(config.max_loss_over_merged, served, merged))
-    return GateReport(dict(losses), gates, said, dict(facts or {}))
+            report.gates.append(decided)
+    decided = _champion(config, evidence)
+    if isinstance(decided, str):
+        report.skipped.append(decided)
+    elif decided:
+        report.gates.append(decided)
+    return report
 
 
-def _better_than_base(served: float, base: float, interval: Interval | None) -> Gate:
-    found = f"served {served:.4f}, base {base:.4f}"
-    if interval is None:
-        return Gate("better than base", served < base, found, "a loss below the base's")
-    return Gate(
+def bounded(
+    config: GatesSection,
+    name: str,
+    interval: Interval,
+    limit: float,
+    *,
+    found: str,
+    wanted: str,
+    setting: str = "",
+    strict: bool = False,
+    most: float | None = None,
+) -> Gate:
+    """A gate on a number that must not be above `limit`.
+
+    Args:
+        config: For `min_conversations` and `allow_undecided`.
+        name: Of the gate.
+        interval: The number and its bounds.
+        limit: Largest value that passes.
+        found: What was measured, in words.
+        wanted: What passes, in words.
+        setting: The run file's field that holds the limit.
+        strict: The number must be below the limit, not at it.
+        most: The value of `setting` that this candidate needs; unset: the interval's upper end.
+    """
+    count = interval.conversations
+    inside: Callable[[float], bool] = (lambda x: x < limit) if strict else (lambda x: x <= limit)
+    needs = interval.high if most is None else most
+    would = f"{setting}: {_rounded_up(needs)}" if setting and math.isfinite(needs) else ""
+    if not inside(interval.mean):
+        return Gate(name, False, found, wanted, "refused", would)
+    if count >= config.min_conversations and inside(interval.high):
+        return Gate(name, True, found, wanted)
+    why = _too_few(config, interval, limit)
+    if config.allow_undecided:
+        said = f"{found}; undecided ({why}), and gates.allow_undecided is set"
+        return Gate(name, True, said, wanted, "overridden")
+    override = "gates.allow_undecided: true"
+    if count < config.min_conversations:
+        would = f"{override}, or {config.min_conversations} conversations"
+    return Gate(name, False, f"{found}; undecided: {why}", wanted, "undecided", would or override)
+
+
+def _too_few(config: GatesSection, interval: Interval, limit: float) -> str:
+    count = interval.conversations
+    held_out = f"{count} held-out conversation{'s' if count != 1 else ''}"
+    if count < config.min_conversations:
+        return f"{held_out}, and nothing is decided below {config.min_conversations}"
+    room, spread = limit - interval.mean, interval.high - interval.mean
+    # A bound narrows with the square root of the number of conversations.
+    if room > 0 and math.isfinite(spread):
+        return f"{held_out} are too few, about {math.ceil(count * (spread / room) ** 2)} would do"
+    return f"{held_out} are too few"
+
+
+def _over_base(config: GatesSection, draws: Resampled, report: GateReport) -> Gate | str:
+    if not config.must_beat_base:
+        return "better than base: not asked for (gates.must_beat_base)"
+    base, served = report.losses["base"], report.losses["served"]
+    if base is None or served is None:
+        return "better than base: the base model's loss was not measured"
+    interval = draws.interval(lambda s: (s["served"] - s["base"]) / s["tokens"])
+    return bounded(
+        config,
         "better than base",
-        interval.high < 0,
-        f"{found}: {interval} over {interval.conversations} conversations",
-        "the whole 95 % interval below zero",
+        interval,
+        0.0,
+        strict=True,
+        found=f"served {served:.4f}, base {base:.4f}: {interval} nats a token",
+        wanted="a loss surely below the base's",
     )
 
 
-def _close_to_merged(most: float, served: float, merged: float) -> Gate:
-    rise = (served - merged) / merged if merged > 0 else 0.0
-    return Gate(
+def _merge_keeps(config: GatesSection, draws: Resampled, report: GateReport) -> Gate | str:
+    if None in (report.losses[name] for name in ("base", "adapter", "merged")):
+        return "merge keeps the tuning: base, adapter or merged model was not measured"
+    return _share(
+        config, draws, report, "merge keeps the tuning", "adapter", "merged", "max_merge_share"
+    )
+
+
+def _served_keeps(config: GatesSection, draws: Resampled, report: GateReport) -> Gate | str:
+    if None in (report.losses[name] for name in ("base", "merged")):
+        return "served keeps the tuning: base or merged model was not measured"
+    return _share(
+        config, draws, report, "served keeps the tuning", "merged", "served", "max_quantize_share"
+    )
+
+
+def _share(
+    config: GatesSection,
+    draws: Resampled,
+    report: GateReport,
+    name: str,
+    before: str,
+    after: str,
+    setting: str,
+) -> Gate:
+    """What `after` lost of what `before` had gained over the base, as a share."""
+    limit = float(getattr(config, setting))
+    gain = draws.interval(lambda s: (s["base"] - s[before]) / s["tokens"])
+    share = draws.interval(lambda s: (s[after] - s[before]) / (s["base"] - s[before]))
+    numbers = f"{after} {report.losses[after]:.4f}, {before} {report.losses[before]:.4f}"
+    wanted = f"at most {limit:.0%} of what tuning gained, {gain.mean:.4f} nats a token"
+    if gain.mean <= 0:
+        found = f"{numbers}: tuning gained nothing over the base ({gain})"
+        return Gate(name, False, found, wanted, "refused")
+    # A quotient has no bounds when a draw's gain may be zero; the same question without it has.
+    room = draws.interval(
+        lambda s: (s[after] - s[before] - limit * (s["base"] - s[before])) / s["tokens"]
+    )
+    sure = gain.low > 0
+    lost = share.percent() if sure else f"{share.mean:.1%}"
+    return bounded(
+        config,
+        name,
+        room,
+        0.0,
+        found=f"{numbers}: lost {lost} of what tuning gained",
+        wanted=wanted,
+        setting=f"gates.{setting}",
+        most=share.high if sure else math.inf,
+    )
+
+
+def _close(config: GatesSection, draws: Resampled, report: GateReport) -> Gate | str:
+    if "kl_served" not in draws.sums or "kl_rtn" not in draws.sums:
+        return "close to merged: there are no references of the merged model"
+    factor, floor = config.max_kl_over_rtn, config.kl_floor
+    served = draws.interval(lambda s: s["kl_served"] / s["tokens"])
+    rtn = draws.interval(lambda s: s["kl_rtn"] / s["tokens"])
+    over = draws.interval(lambda s: (s["kl_served"] - factor * s["kl_rtn"]) / s["tokens"])
+    report.facts["divergence from merged"] = (
+        f"at least {served.mean:.4f} nats a token served, {rtn.mean:.4f} by plain rounding"
+    )
+    needed = (served.high - floor) / rtn.mean if rtn.mean > 0 else math.inf
+    return bounded(
+        config,
         "close to merged",
-        rise <= most,
-        f"served {served:.4f}, merged {merged:.4f}: {rise:+.1%}",
-        f"at most {most:+.1%} over the merged model's loss",
+        over,
+        floor,
+        found=f"KL {served} nats a token; plain rounding to 4 bits {rtn.mean:.4f}",
+        wanted=f"at most {factor:g} times plain rounding, and {floor:g} more",
+        setting="gates.max_kl_over_rtn",
+        most=needed,
     )
+
+
+def _same_choice(config: GatesSection, draws: Resampled, report: GateReport) -> Gate | str:
+    if "flips_served" not in draws.sums or "flips_rtn" not in draws.sums:
+        return "same first choice: there are no references of the merged model"
+    served = draws.interval(lambda s: 1 - s["flips_served"] / s["tokens"])
+    rtn = draws.interval(lambda s: 1 - s["flips_rtn"] / s["tokens"])
+    over = draws.interval(lambda s: (s["flips_served"] - s["flips_rtn"]) / s["tokens"])
+    limit = config.max_flips_over_rtn
+    report.facts["first choice as merged"] = (
+        f"{served.mean:.1%} of the tokens served, {rtn.mean:.1%} by plain rounding"
+    )
+    return bounded(
+        config,
+        "same first choice",
+        over,
+        limit,
+        found=f"the merged model's choice in {served.percent()} of the tokens; "
+        f"plain rounding to 4 bits {rtn.mean:.1%}",
+        wanted=f"at most {limit:.1%} of the tokens below plain rounding",
+        setting="gates.max_flips_over_rtn",
+    )
+
+
+def _champion(config: GatesSection, evidence: Evidence) -> Gate | str | None:
+    if "champion" not in evidence.answer_nats:
+        return None
+    if not evidence.answer_bytes.sum():
+        return "not worse than the champion: no held-out answer has any text"
+    columns = {"bytes": evidence.answer_bytes, **evidence.answer_nats}
+    draws = Resampled(
+        evidence.answer_sources, columns, seed=config.seed, confidence=config.confidence
+    )
+    served, champion = (draws.sums[name] / draws.sums["bytes"] for name in ("served", "champion"))
+    over = draws.interval(lambda s: (s["served"] - s["champion"]) / s["bytes"])
+    limit = config.max_over_champion
+    return bounded(
+        config,
+        "not worse than the champion",
+        over,
+        limit,
+        found=f"candidate {served:.4f}, champion {champion:.4f}: {over} nats a byte of answer",
+        wanted=f"at most {limit:+g} nats a byte of answer",
+        setting="gates.max_over_champion",
+    )
+
+
+def _rounded_up(value: float) -> str:
+    """Two significant digits, never below the value."""
+    if value == 0:
+        return "0"
+    digits = 1 - math.floor(math.log10(abs(value)))
+    return f"{math.ceil(value * 10**digits) / 10**digits:.6g}"

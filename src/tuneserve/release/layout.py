@@ -2,7 +2,7 @@
 accepts.
 
 ROOT/releases.json          what is serving, and what served before
-ROOT/releases/ID/           launch.json, server.log, report.md, report.json of one release
+ROOT/releases/ID/           launch.json, server.log, gates.md, README.md, report.json of one release
 ROOT/logs/                  supervisord, gateway and access log
 ROOT/conf/                  supervisord.conf, one .ini per process, gateway.json
 ROOT/keys                   API keys, mode 0600

@@ -29,10 +29,12 @@ class ReleaseRequest:
         python: The interpreter that has vLLM.
         dataset: Folder of the dataset artifact; None: parity and loss cannot be proven.
         evaluation: Folder of the evaluation artifact; None: there are no losses to compare with.
+        base: Local folder of the base model, for the model card; None: not known.
         inputs: Artifact ids, for the release's key and report.
         longest_row: `data.max_length`.
         trust_remote_code: The run file's `model.trust_remote_code`.
-        hints: From the plan (`max_model_len`, `kv_cache_bytes`) and the caller (`keep_warm`).
+        hints: From the plan (`max_model_len`, `kv_cache_bytes`) and the caller (`keep_warm`;
+            `rungs`, what was refused before on the ladder of exports).
     """
 
     model: Path
@@ -42,6 +44,7 @@ class ReleaseRequest:
     python: str = sys.executable
     dataset: Path | None = None
     evaluation: Path | None = None
+    base: Path | None = None
     inputs: Mapping[str, str] = field(default_factory=dict)
     longest_row: int = 1024
     trust_remote_code: bool = False
@@ -82,6 +85,7 @@ def request_of(context: StageContext) -> ReleaseRequest:
         python=context.run.engines.serve.python or sys.executable,
         dataset=dataset.path if dataset else None,
         evaluation=evaluation.path if evaluation else None,
+        base=context.base,
         inputs={kind: artifact.id for kind, artifact in context.inputs.items()},
         longest_row=context.run.data.max_length,
         trust_remote_code=context.run.model.trust_remote_code,

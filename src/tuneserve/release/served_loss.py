@@ -1,7 +1,7 @@
-"""Held-out loss of a served model, measured through its own HTTP API.
+"""What a served model says about held-out rows, measured through its own HTTP API.
 
-``/v1/completions`` takes the row's ids as the prompt; ``prompt_logprobs: 1`` returns, for every
-position, the log-probability of the token that stands there (and of the likeliest one). The mean
+``/v1/completions`` takes a row's ids as the prompt; ``prompt_logprobs: 20`` returns, for every
+position, the log-probabilities of the likeliest tokens and of the one that stands there. The mean
 over supervised tokens is the same number that evaluation wrote for base, adapter and merged model.
 """
 
@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import http.client
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tuneserve.errors import ServerError
+from tuneserve.lm.scores import TOP, TopScores, join_rows
 from tuneserve.progress import Progress
 from tuneserve.release.heldout import Row
 from tuneserve.release.unixhttp import ask
@@ -24,32 +26,16 @@ _ROW_SECONDS = 300.0
 _AT_ONCE = 4  # the server batches them
 
 
-@dataclass(frozen=True)
-class ServedLoss:
-    """The loss of the rows measured.
-
-    Attributes:
-        mean: Nats per supervised token.
-        tokens: Supervised tokens.
-        agreement: Share of supervised tokens that were the served model's first choice.
-        per_row: ``(source, sum of nats, supervised tokens)`` in the rows' order.
-    """
-
-    mean: float
-    tokens: int
-    agreement: float
-    per_row: list[tuple[str, float, int]]
-
-
-def served_loss(
+def served_scores(
     socket_path: Path,
     model: str,
-    rows: list[Row],
+    rows: Sequence[Row],
     *,
     alive: Callable[[], None] = lambda: None,
     what: str = "loss of the served model",
-) -> ServedLoss:
-    """Measure the loss of `rows`.
+    at_once: int = _AT_ONCE,
+) -> TopScores:
+    """Score the supervised positions of `rows`.
 
     Args:
         socket_path: The server's socket.
@@ -57,37 +43,34 @@ def served_loss(
         rows: Held-out rows, each shorter than the server's longest prompt.
         alive: Called before each row; raises when the server has died.
         what: What progress lines call it.
+        at_once: Requests under way at the same time.
 
     Raises:
         ServerError: The server refuses a row or gives a log-probability that is not finite.
     """
-    nats, tokens, first = 0.0, 0, 0
-    per_row = []
+    nats, tokens, found = 0.0, 0, []
     with (
         Progress(what, total=len(rows), unit="row") as progress,
-        ThreadPoolExecutor(_AT_ONCE) as pool,
+        ThreadPoolExecutor(at_once) as pool,
     ):
-        for row, (total, count, top) in zip(
-            rows, pool.map(lambda row: _row_loss(socket_path, model, row, alive), rows), strict=True
-        ):
-            nats, tokens, first = nats + total, tokens + count, first + top
-            per_row.append((row.source, total, count))
+        for scores in pool.map(lambda row: _score(socket_path, model, row, alive), rows):
+            found.append(scores)
+            nats -= float(scores.actual.sum(dtype=np.float64))
+            tokens += len(scores.tokens)
             progress.advance(1, f"{nats / max(tokens, 1):.3f} nats a token")
     if not tokens:
         raise ServerError("the held-out rows have no supervised token", hint="run validate again")
-    return ServedLoss(nats / tokens, tokens, first / tokens, per_row)
+    return join_rows(found)
 
 
-def _row_loss(
-    socket_path: Path, model: str, row: Row, alive: Callable[[], None]
-) -> tuple[float, int, int]:
+def _score(socket_path: Path, model: str, row: Row, alive: Callable[[], None]) -> TopScores:
     alive()
     body = {
         "model": model,
         "prompt": row.ids,
         "max_tokens": 1,
         "temperature": 0,
-        "prompt_logprobs": 1,
+        "prompt_logprobs": TOP,
     }
     try:
         answer = ask(socket_path, "POST", "/v1/completions", body, timeout_seconds=_ROW_SECONDS)
@@ -102,17 +85,21 @@ def _row_loss(
             f"{answer.text}",
             hint="raise serve.max_model_len above data.max_length",
         )
-    return row_nats(answer.json()["choices"][0]["prompt_logprobs"], row)
+    return row_scores(answer.json()["choices"][0]["prompt_logprobs"], row)
 
 
-def row_nats(prompt_logprobs: list[dict[str, Any] | None], row: Row) -> tuple[float, int, int]:
-    """Sum of nats, number, and number of first choices over a row's supervised tokens.
+def row_scores(prompt_logprobs: list[dict[str, Any] | None], row: Row) -> TopScores:
+    """The scores at a row's supervised positions, from a server's answer.
 
     Raises:
         ServerError: A position is missing or not finite.
     """
-    total, first = 0.0, 0
-    for position in row.supervised:
+    positions = row.supervised
+    tokens = np.array([row.labels[position] for position in positions], np.int32)
+    actual = np.zeros(len(positions), np.float32)
+    ids = np.full((len(positions), TOP), -1, np.int32)
+    logprobs = np.full((len(positions), TOP), -np.inf, np.float32)
+    for at, position in enumerate(positions):
         entry = (prompt_logprobs[position] or {}) if position < len(prompt_logprobs) else {}
         found = entry.get(str(row.labels[position]))
         if found is None or not math.isfinite(found["logprob"]):
@@ -122,6 +109,10 @@ def row_nats(prompt_logprobs: list[dict[str, Any] | None], row: Row) -> tuple[fl
                 expected="a finite log-probability",
                 hint="the export overflows: try another quantize method",
             )
-        total -= found["logprob"]
-        first += found.get("rank") == 1
-    return total, len(row.supervised), first
+        actual[at] = found["logprob"]
+        # The token that stands there comes as well when it is not among the likeliest.
+        ranked = sorted(entry.items(), key=lambda pair: pair[1].get("rank") or TOP + 1)
+        for place, (token, score) in enumerate(ranked[:TOP]):
+            if (score.get("rank") or 1) <= TOP:
+                ids[at, place], logprobs[at, place] = int(token), score["logprob"]
+    return TopScores(np.array([0, len(positions)], np.int64), tokens, actual, ids, logprobs)

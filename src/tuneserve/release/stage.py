@@ -5,13 +5,13 @@ Whatever is refused or fails leaves the champion serving and no process behind.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
 import sys
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,17 @@ from tuneserve.artifacts import write_json_atomic
 from tuneserve.errors import InputError, RunFileError
 from tuneserve.progress import human_bytes, human_seconds
 from tuneserve.release import capacity, gateway, keys, promote, state, vllm_command
-from tuneserve.release.bootstrap import Interval, paired_interval
-from tuneserve.release.gates import GateReport, judge
+from tuneserve.release.card import CardFacts, write_card
+from tuneserve.release.champion import ChampionScores, safely_measure
+from tuneserve.release.gate_report import markdown, write_report
+from tuneserve.release.gates import Gate, GateReport
 from tuneserve.release.heldout import Row, read_rows, spread
+from tuneserve.release.judging import Measured, Subject, judge_candidate, rows_to_score
 from tuneserve.release.layout import layout
 from tuneserve.release.model_files import ModelFacts, read_model
-from tuneserve.release.parity import check_parity
+from tuneserve.release.parity import ParityRefused, check_parity
 from tuneserve.release.ready import check_answers, healthy, prompts_of, wait_until_up
 from tuneserve.release.request import ReleaseRequest, check_tools, request_of
-from tuneserve.release.served_loss import ServedLoss, served_loss
 from tuneserve.release.supervisor import GATEWAY, Keeper, server_program
 from tuneserve.stages import StageContext
 
@@ -56,6 +58,8 @@ class _Candidate:
     side: str
     record: state.Release
     room: capacity.Capacity
+    champion: ChampionScores | None = None
+    skipped: list[str] = field(default_factory=list)
 
 
 def release(request: ReleaseRequest) -> dict[str, Any]:
@@ -118,7 +122,9 @@ def _release_locked(
     if record is None:
         with state.change(places) as changed:
             record = changed.add(name, request.key, str(request.model), request.artifact)
-    _bring_up(servers, _Candidate(request, facts, rows, side, record, room), champion)
+    candidate = _Candidate(request, facts, rows, side, record, room)
+    _measure_champion(servers, candidate, champion)
+    _bring_up(servers, candidate, champion)
     return record, False
 
 
@@ -263,14 +269,21 @@ def _prove(servers: promote.Servers, candidate: _Candidate) -> None:
     child = servers.boot(record, command, serve.drain_timeout_seconds + 15.0)
     wait_until_up(child, socket_path, serve.name, limit_seconds=serve.ready_timeout_seconds)
     log.info("the server is up after %s; proving it", human_seconds(time.monotonic() - started))
-    skipped: list[str] = []
+    skipped = list(candidate.skipped)
     facts: dict[str, str] = {}
     parity: dict[str, Any] = {}
     if candidate.rows:
         if candidate.side != "eval":
             skipped.append("held-out chats: none were held out, so training chats were compared")
         chosen = spread(candidate.rows, request.gates.parity_chats)
-        parity = check_parity(socket_path, serve.name, chosen).to_json()
+        try:
+            parity = check_parity(socket_path, serve.name, chosen).to_json()
+        except ParityRefused as error:
+            refused = Gate("parity", False, error.message, error.expected, "refused")
+            report = GateReport({}, [refused], skipped, facts)
+            report.rungs = list(request.hints.get("rungs", ()))
+            _write_report(servers, candidate, report, Measured(), command.arguments)
+            raise
         facts["parity"] = f"{parity['chats']} chats give exactly the trained ids"
     else:
         skipped.append("parity with the trained ids: no dataset was given")
@@ -287,13 +300,13 @@ def _prove(servers: promote.Servers, candidate: _Candidate) -> None:
         f"ended with {sample.finish_reason} after {sample.tokens} tokens in {sample.seconds:.1f} s"
     )
     record.seconds_to_ready = round(time.monotonic() - started, 1)
-    report = _judge(candidate, socket_path, child.check, skipped, facts)
+    report, measured = _judge(candidate, socket_path, child.check, skipped, facts)
     child.check()
     record.memory_bytes = servers.keeper.memory_bytes(server_program(record.id))
     record.report = {**report.to_json(), "parity": parity}
     for reason in report.skipped:
         log.warning("skipped: %s", reason)
-    _write_report(servers, record, report, command.arguments)
+    _write_report(servers, candidate, report, measured, command.arguments)
     report.raise_if_refused(record.id)
     record.proven = True
     with state.change(places) as changed:
@@ -307,84 +320,88 @@ def _answer_tokens(candidate: _Candidate) -> int:
     return min(max(64, 2 * longest), 512, candidate.room.max_model_len // 2)
 
 
+def _measure_champion(
+    servers: promote.Servers, candidate: _Candidate, champion: str | None
+) -> None:
+    """Measure what serves on the candidate's rows, and keep it, before the candidate boots."""
+    request, record = candidate.request, candidate.record
+    if not champion or champion == record.id:
+        return
+    if not (request.gates.enabled and request.gates.compare_champion):
+        candidate.skipped.append("not worse than the champion: not asked for in gates")
+        return
+    rows = rows_to_score(
+        candidate.rows, candidate.side == "eval", request.evaluation, request.gates
+    )
+    if not rows or request.evaluation is None:
+        candidate.skipped.append("not worse than the champion: there are no held-out rows")
+        return
+    folder = Path(state.read(servers.places).release(champion).model)
+    socket_path = servers.places.socket(champion)
+    found, why = safely_measure(socket_path, request.serve.name, champion, rows, folder)
+    if found is None:
+        candidate.skipped.append(f"not worse than the champion: {why}")
+        return
+    folder = servers.places.release_folder(record.id)
+    folder.mkdir(parents=True, exist_ok=True)
+    found.save(folder / "champion.json")
+    candidate.champion = found
+
+
 def _judge(
     candidate: _Candidate,
     socket_path: Path,
-    alive: Any,
+    alive: Callable[[], None],
     skipped: list[str],
     facts: dict[str, str],
-) -> GateReport:
-    """Measure the served loss on the rows of the evaluation and compare."""
+) -> tuple[GateReport, Measured]:
+    """Ask the candidate everything, and decide."""
     request = candidate.request
-    losses: dict[str, float | None] = dict.fromkeys(("base", "adapter", "merged", "served"))
-    known: dict[str, Any] = {}
-    intervals: dict[str, Interval] = {}
-    if request.evaluation is None:
-        skipped.append("losses of base, adapter and merged model: no evaluation was given")
-    else:
-        known = json.loads((request.evaluation / "losses.json").read_text(encoding="utf-8"))
-        losses.update({name: known.get(name) for name in ("base", "adapter", "merged")})
-    # The same choice as evaluation makes: the first rows that have something to measure.
-    count = known.get("rows", request.gates.eval_rows)
-    rows = [row for row in candidate.rows if row.supervised and candidate.side == "eval"][:count]
-    if not rows:
-        skipped.append("loss of the served model: there are no held-out rows")
-    elif not request.gates.enabled and request.evaluation is None:
-        skipped.append("loss of the served model: gates are switched off")
-    else:
-        found = served_loss(socket_path, request.serve.name, rows, alive=alive)
-        losses["served"] = found.mean
-        facts["held-out rows"] = f"{len(found.per_row)} with {found.tokens} supervised tokens"
-        facts["first choice"] = f"{found.agreement:.1%} of the supervised tokens"
-        if known.get("supervised_tokens") not in (None, found.tokens):
-            raise InputError(
-                f"the evaluation counted {known['supervised_tokens']} supervised tokens in "
-                f"{count} rows, the "
-                f"dataset has {found.tokens}",
-                expected="an evaluation of this dataset",
-                hint="run evaluate again",
-            )
-        intervals = _intervals(known.get("per_row") or {}, found)
-        facts.update({f"served - {name}": str(i) for name, i in intervals.items()})
-    return judge(
-        request.gates, losses, over_base=intervals.get("base"), skipped=skipped, facts=facts
+    subject = Subject(
+        socket_path,
+        request.serve.name,
+        request.gates,
+        candidate.rows,
+        candidate.side == "eval",
+        request.evaluation,
+        candidate.champion,
+        _answer_tokens(candidate),
+        candidate.room.max_model_len,
+        alive,
     )
-
-
-def _intervals(per_row: dict[str, Any], found: ServedLoss) -> dict[str, Interval]:
-    """Served minus each other model, bounded over conversations; empty without per-row losses."""
-    sources = [source for source, _, _ in found.per_row]
-    if per_row.get("source") != sources:
-        return {}
-    served = [nats for _, nats, _ in found.per_row]
-    tokens = [count for _, _, count in found.per_row]
-    intervals = {}
-    for name in ("base", "adapter", "merged"):
-        if per_row.get(name):
-            interval = paired_interval(sources, tokens, served, per_row[name])
-            if interval:
-                intervals[name] = interval
-    return intervals
+    report, measured = judge_candidate(subject, skipped, facts)
+    report.rungs = list(request.hints.get("rungs", ()))
+    return report, measured
 
 
 def _write_report(
-    servers: promote.Servers, record: state.Release, report: GateReport, arguments: list[str]
+    servers: promote.Servers,
+    candidate: _Candidate,
+    report: GateReport,
+    measured: Measured,
+    arguments: list[str],
 ) -> None:
+    request, record = candidate.request, candidate.record
     folder = servers.places.release_folder(record.id)
-    title = f"Release {record.id} of {record.name}"
-    (folder / "report.md").write_text(report.to_markdown(title), encoding="utf-8")
+    write_report(folder, _title(record), report, measured, request.model)
+    card = CardFacts(
+        record.id, record.name, request.model, request.base, request.inputs, record.created
+    )
+    write_card(folder, card, report)
     write_json_atomic(
         folder / "report.json",
         {**record.report, "release": record.id, "model": record.model, "command": arguments},
     )
 
 
+def _title(record: state.Release) -> str:
+    return f"Release {record.id} of {record.name}"
+
+
 def _metrics(
     listen: gateway.Listen, known: state.State, record: state.Release, *, reused: bool
 ) -> dict[str, Any]:
     prefix = "" if known.default == record.name else f"/{record.name}"
-    title = f"Release {record.id} of {record.name}"
-    report = GateReport(record.report["losses"], skipped=record.report["skipped"])
     if not reused:
         log.info("%s serves %s at %s%s/v1", record.name, record.id, listen.base_url, prefix)
     return {
@@ -396,15 +413,7 @@ def _metrics(
         "gates": record.report["gates"],
         "seconds_to_ready": record.seconds_to_ready,
         "memory_bytes": record.memory_bytes,
-        "report": _report_text(record, title, report),
+        "report": markdown(_title(record), GateReport.from_json(record.report)),
+        "report_folder": str(layout().release_folder(record.id)),
         "reused": reused,
     }
-
-
-def _report_text(record: state.Release, title: str, report: GateReport) -> str:
-    from tuneserve.release.gates import Gate
-
-    gates = [Gate(**gate) for gate in record.report["gates"]]
-    return GateReport(report.losses, gates, report.skipped, record.report["facts"]).to_markdown(
-        title
-    )

@@ -1,0 +1,142 @@
+"""Greedy answers of a loaded model, for the report and as the yardstick of structured answers.
+
+Engine file: imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from tuneserve.lm.rows import IGNORED, Rows
+from tuneserve.lm.structured import kind_of, parses
+
+_SAMPLES = 4
+_ANSWER_TOKENS = 64
+_LONGEST_ANSWER = 512
+
+
+def samples(model: Any, dataset: Path) -> list[dict[str, Any]]:
+    """The model's greedy answers to the first user turns of some held-out chats."""
+    tokenizer = AutoTokenizer.from_pretrained(dataset / "tokenizer")
+    found: list[dict[str, Any]] = []
+    prompts: list[list[int]] = []
+    for chat in _chats(dataset):
+        roles = [message["role"] for message in chat["messages"]]
+        turn = roles.index("user") + 1 if "user" in roles else len(roles)
+        if roles[turn : turn + 1] != ["assistant"]:
+            continue
+        prompt, answer = chat["messages"][:turn], chat["messages"][turn]
+        found.append(
+            {
+                "source": chat["source"],
+                "messages": prompt,
+                "reference": answer.get("content") or "",
+            }
+        )
+        prompts.append(
+            tokenizer.apply_chat_template(
+                prompt, tools=chat["tools"], add_generation_prompt=True, return_dict=False
+            )
+        )
+        if len(found) == _SAMPLES:
+            break
+    for sample, ids in zip(found, greedy(model, prompts, _ANSWER_TOKENS), strict=True):
+        sample["base"] = tokenizer.decode(ids, skip_special_tokens=True).strip()
+    return found
+
+
+def structured_rows(rows: Rows, dataset: Path, most: int) -> list[dict[str, Any]]:
+    """Held-out rows whose last answer is JSON or a tool call: where they are and what they hold.
+
+    Returns:
+        row, source, kind, prompt (ids), max_tokens.
+    """
+    if not most:
+        return []
+    tokenizer = AutoTokenizer.from_pretrained(dataset / "tokenizer")
+    special = set(tokenizer.all_special_ids)
+    found: list[dict[str, Any]] = []
+    for index in range(len(rows)):
+        ids, labels = rows.row(index)
+        start, end = _last_answer(labels)
+        answer = [int(i) for i in ids[start:end] if int(i) not in special]
+        kind = kind_of(tokenizer.decode(answer)) if start < end else None
+        if kind is None:
+            continue
+        found.append(
+            {
+                "row": index,
+                "source": rows.sources[index],
+                "kind": kind,
+                "prompt": ids[:start].tolist(),
+                "max_tokens": min(2 * (end - start) + 16, _LONGEST_ANSWER),
+            }
+        )
+        if len(found) == most:
+            break
+    return found
+
+
+def answer_structured(model: Any, chosen: Sequence[dict[str, Any]], dataset: Path) -> None:
+    """Add to each of `structured_rows` what the merged model answers, and whether it parses."""
+    if not chosen:
+        return
+    tokenizer = AutoTokenizer.from_pretrained(dataset / "tokenizer")
+    longest = max(row["max_tokens"] for row in chosen)
+    for row, ids in zip(
+        chosen, greedy(model, [row["prompt"] for row in chosen], longest), strict=True
+    ):
+        row["merged"] = tokenizer.decode(ids[: row["max_tokens"]], skip_special_tokens=False)
+        row["parses"] = parses(row["merged"], row["kind"])
+        del row["prompt"]
+
+
+def greedy(model: Any, prompts: Sequence[Sequence[int]], most: int) -> list[list[int]]:
+    """Greedy answers of at most `most` tokens, end tokens left out."""
+    if not prompts:
+        return []
+    from transformers import GenerationConfig
+
+    place = next(model.parameters()).device
+    width = max(map(len, prompts))
+    ids = torch.zeros((len(prompts), width), dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for at, prompt in enumerate(prompts):  # on the left, so that all answers begin together
+        ids[at, width - len(prompt) :] = torch.tensor(prompt)
+        mask[at, width - len(prompt) :] = 1
+    ends = model.generation_config.eos_token_id
+    ends = [ends] if isinstance(ends, int) else list(ends or [])
+    config = GenerationConfig(
+        max_new_tokens=most, do_sample=False, eos_token_id=ends or None, pad_token_id=0
+    )
+    with torch.no_grad():
+        out = model.generate(ids.to(place), attention_mask=mask.to(place), generation_config=config)
+    return [_until(answer, ends) for answer in out[:, width:].tolist()]
+
+
+def _until(answer: list[int], ends: Sequence[int]) -> list[int]:
+    at = next((i for i, token in enumerate(answer) if token in ends), len(answer))
+    return answer[:at]
+
+
+def _last_answer(labels: Any) -> tuple[int, int]:
+    """Begin and end of the last run of supervised positions."""
+    end = len(labels)
+    while end and labels[end - 1] == IGNORED:
+        end -= 1
+    start = end
+    while start and labels[start - 1] != IGNORED:
+        start -= 1
+    return start, end
+
+
+def _chats(dataset: Path) -> Iterator[dict[str, Any]]:
+    with (dataset / "eval_messages.jsonl").open(encoding="utf-8") as lines:
+        for line in lines:
+            yield json.loads(line)

@@ -1,0 +1,360 @@
+"""Gates, bootstrap and distances: numbers worked out by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tuneserve.config import GatesSection
+from tuneserve.errors import GateRefused, RunFileError
+from tuneserve.lm.scores import TOP, TopScores, divergence, flips, join_rows
+from tuneserve.lm.structured import kind_of, parses
+from tuneserve.release.behaviour import (
+    Answer,
+    StructuredRow,
+    gibberish,
+    judge_answers,
+    judge_canary,
+    judge_structured,
+    loops,
+)
+from tuneserve.release.bootstrap import Resampled
+from tuneserve.release.gate_report import markdown, write_report
+from tuneserve.release.gates import Evidence, Gate, GateReport, judge
+from tuneserve.release.judging import Measured
+from tuneserve.runfile import parse_run
+from tuneserve.thresholds import CanarySection
+
+SOURCES = [f"chats.jsonl:{i}" for i in range(20)]
+
+
+def evidence(count: int = 20, spread: float = 0.1, **means: float) -> Evidence:
+    """Ten tokens a row; rows are harder and easier by turns, for all models alike."""
+    tokens = np.full(count, 10.0)
+    turns = np.where(np.arange(count) % 2, spread, -spread)
+    nats = {name: tokens * (mean + turns) for name, mean in means.items() if "_" not in name}
+    kl = {n[3:]: tokens * (m + turns / 100) for n, m in means.items() if n.startswith("kl_")}
+    flip = {n[6:]: tokens * m for n, m in means.items() if n.startswith("flips_")}
+    return Evidence(SOURCES[:count], tokens, nats, kl, flip)
+
+
+def names(report: GateReport) -> dict[str, str]:
+    return {gate.name: gate.decision for gate in report.gates}
+
+
+def test_a_good_candidate_passes_every_gate() -> None:
+    found = evidence(
+        base=3.0, adapter=1.0, merged=1.05, served=1.1,
+        kl_served=0.03, kl_rtn=0.04, flips_served=0.05, flips_rtn=0.04,
+    )  # fmt: skip
+    report = judge(GatesSection(), found)
+    assert names(report) == dict.fromkeys(
+        ["better than base", "merge keeps the tuning", "served keeps the tuning",
+         "close to merged", "same first choice"], "passed",
+    )  # fmt: skip
+    report.raise_if_refused("r1")
+    text = markdown("Release r1", report)
+    assert "| served | 1.1000 |" in text and "**Passed** all 5 gates" in text
+    # (1.05 - 1.00) of the 2.0 gained, (1.10 - 1.05) of 1.95
+    assert "lost 2.5% [2.5%, 2.5%]" in text and "lost 2.6% [2.6%, 2.6%]" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "gate", "setting"),
+    [
+        # 3.0 is not better than 3.0
+        ({"served": 3.0}, "better than base", ""),
+        # 0.4 of 2.0 lost by merging: 20 %
+        ({"merged": 1.4, "served": 1.4}, "merge keeps the tuning", "gates.max_merge_share: 0.2"),
+        # 0.5 of 2.0 lost by quantizing: 25 %
+        ({"served": 1.5}, "served keeps the tuning", "gates.max_quantize_share: 0.25"),
+        # 0.10 > 1.5 x 0.04 + 0.02; (0.1 - 0.02) / 0.04 = 2, and the interval is a little wider
+        ({"kl_served": 0.1}, "close to merged", "gates.max_kl_over_rtn: 2"),
+        ({"flips_served": 0.2}, "same first choice", "gates.max_flips_over_rtn: 0.16"),
+    ],
+)
+def test_each_fault_is_refused_by_its_own_gate(
+    changes: dict[str, float], gate: str, setting: str
+) -> None:
+    good = {
+        "base": 3.0, "adapter": 1.0, "merged": 1.0, "served": 1.0,
+        "kl_served": 0.03, "kl_rtn": 0.04, "flips_served": 0.05, "flips_rtn": 0.04,
+    }  # fmt: skip
+    report = judge(GatesSection(), evidence(**{**good, **changes}))
+    (refused,) = [g for g in report.refused if g.name == gate]
+    assert refused.decision == "refused"
+    assert refused.would_pass.startswith(setting)
+    with pytest.raises(GateRefused, match=gate) as caught:
+        report.raise_if_refused("r1")
+    assert caught.value.exit_status == 4 and json.dumps(caught.value.details)
+    if setting:
+        name, value = refused.would_pass.removeprefix("gates.").split(": ")
+        eased = judge(GatesSection(**{name: float(value)}), evidence(**{**good, **changes}))
+        assert names(eased)[gate] == "passed"  # what the report says would pass, passes
+
+
+def test_a_gain_that_may_be_chance_is_undecided() -> None:
+    # half the conversations better by 1 nat a token, half worse by 0.8: better by 0.1 on the whole
+    tokens = np.full(20, 10.0)
+    base = tokens * 2
+    served = base + tokens * np.where(np.arange(20) % 2, 0.8, -1.0)
+    found = Evidence(SOURCES, tokens, {"base": base, "served": served})
+    gate = judge(GatesSection(), found).gates[0]
+    assert gate.decision == "undecided" and not gate.passed
+    # half a width of 1.96 x 0.9 / sqrt(20) = 0.39; (0.39 / 0.1)^2 x 20 = 304
+    said = int(gate.found.split("about ")[1].split()[0])
+    assert 200 < said < 420
+    eased = judge(GatesSection(allow_undecided=True), found).gates[0]
+    assert eased.passed and eased.decision == "overridden" and "allow_undecided" in eased.found
+
+
+def test_too_few_conversations_refuse_unless_allowed() -> None:
+    found = evidence(count=5, base=3.0, served=1.0)
+    gate = judge(GatesSection(), found).gates[0]
+    assert gate.decision == "undecided" and "nothing is decided below 8" in gate.found
+    assert "gates.allow_undecided: true" in gate.would_pass
+    assert judge(GatesSection(allow_undecided=True), found).gates[0].passed
+    assert judge(GatesSection(min_conversations=5), found).gates[0].decision == "passed"
+    worse = evidence(count=5, base=3.0, served=3.1)  # the override does not pass what is worse
+    assert judge(GatesSection(allow_undecided=True), worse).gates[0].decision == "refused"
+
+
+def test_tuning_that_gained_nothing_has_no_share_to_keep() -> None:
+    report = judge(GatesSection(), evidence(base=1.0, adapter=1.2, merged=1.2, served=1.2))
+    (gate,) = [g for g in report.gates if g.name == "merge keeps the tuning"]
+    assert gate.decision == "refused" and "gained nothing" in gate.found
+
+
+def test_the_champion_is_compared_by_the_byte() -> None:
+    size = np.full(12, 50.0)
+    nats = {"champion": np.full(12, 10.0), "served": np.full(12, 10.5)}
+    found = Evidence(
+        SOURCES, np.full(20, 10.0), {"served": np.full(20, 1.0)},
+        answer_sources=SOURCES[:12], answer_bytes=size, answer_nats=nats,
+    )  # fmt: skip
+    gate = judge(GatesSection(), found).gates[-1]
+    assert gate.name == "not worse than the champion" and gate.passed
+    assert "+0.0100" in gate.found  # 0.5 nats of 50 bytes
+    strict = judge(GatesSection(max_over_champion=0.005), found).gates[-1]
+    assert strict.decision == "refused" and strict.would_pass == "gates.max_over_champion: 0.01"
+
+
+def test_what_was_not_measured_is_said() -> None:
+    report = judge(GatesSection(), evidence(served=1.0))
+    assert len(report.skipped) == 5 and not report.gates
+    off = judge(GatesSection(enabled=False), evidence(base=1.0, merged=1.0, served=9.0))
+    assert not off.gates and "switched off" in off.skipped[0]
+    assert "was not measured" in judge(GatesSection(), evidence(base=1.0)).skipped[0]
+
+
+def test_a_report_survives_the_state_file_and_an_older_one_is_read() -> None:
+    report = judge(GatesSection(), evidence(base=3.0, adapter=1.0, merged=1.0, served=2.0))
+    again = GateReport.from_json(json.loads(json.dumps(report.to_json())))
+    assert again == report and again.refused
+    old = {"name": "x", "passed": False, "found": "f", "wanted": "w"}
+    assert GateReport.from_json({"losses": {}, "gates": [old]}).gates[0].decision == "refused"
+
+
+def test_bootstrap_of_equal_differences_is_a_point() -> None:
+    draws = Resampled(SOURCES, {"d": np.full(20, -2.0), "n": np.full(20, 2.0)})
+    interval = draws.interval(lambda s: s["d"] / s["n"])
+    assert (interval.mean, interval.low, interval.high) == (-1.0, -1.0, -1.0)
+
+
+def test_bootstrap_bounds_are_near_the_normal_ones() -> None:
+    # differences of +-1 nat, one token each, 100 conversations: the standard error is 0.1
+    sources = [f"c:{i}" for i in range(100)]
+    values = [1.0 if i % 2 else -1.0 for i in range(100)]
+
+    def bounds(seed: int) -> Any:
+        draws = Resampled(sources, {"d": values, "n": [1] * 100}, seed=seed)
+        return draws.interval(lambda s: s["d"] / s["n"])
+
+    interval = bounds(3)
+    assert interval.mean == 0
+    assert interval.low == pytest.approx(-0.196, abs=0.03)
+    assert interval.high == pytest.approx(0.196, abs=0.03)
+    assert bounds(3) == interval != bounds(4)
+
+
+def test_rows_of_a_conversation_are_drawn_together() -> None:
+    draws = Resampled(["a", "b"] * 5, {"d": [1.0, 3.0] * 5, "n": [1.0] * 10})
+    assert draws.conversations == 2
+    interval = draws.interval(lambda s: s["d"] / s["n"])
+    # a and a, a and b, b and b: nothing in between
+    assert (interval.low, interval.mean, interval.high) == (1.0, 2.0, 3.0)
+
+
+def scores(*rows: dict[int, float], tokens: list[int]) -> TopScores:
+    """One position a dictionary of probabilities; the likeliest first."""
+    ids = np.full((len(rows), TOP), -1, np.int32)
+    logs = np.full((len(rows), TOP), -np.inf, np.float32)
+    actual = [math.log(row[token]) for row, token in zip(rows, tokens, strict=True)]
+    for at, row in enumerate(rows):
+        kept = sorted(row.items(), key=lambda pair: -pair[1])[:TOP]
+        for place, (token, p) in enumerate(kept):
+            ids[at, place], logs[at, place] = token, math.log(p)
+    return TopScores(
+        np.array([0, len(rows)]),
+        np.array(tokens, np.int32),
+        np.array(actual, np.float32),
+        ids,
+        logs,
+    )
+
+
+def test_divergence_of_whole_distributions_is_exact() -> None:
+    p, q = {1: 0.5, 2: 0.3, 3: 0.2}, {1: 0.2, 2: 0.3, 3: 0.5}
+    exact = 0.5 * math.log(0.5 / 0.2) + 0.2 * math.log(0.2 / 0.5)
+    found = divergence(scores(p, tokens=[2]), scores(q, tokens=[2]))
+    assert found[0] == pytest.approx(exact, rel=1e-3)
+    assert flips(scores(p, tokens=[2]), scores(q, tokens=[2])).tolist() == [True]
+    assert divergence(scores(p, tokens=[2]), scores(p, tokens=[2]))[0] == pytest.approx(0, abs=1e-6)
+
+
+def test_divergence_from_the_top_is_a_lower_bound_of_the_exact_one() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        p, q = rng.dirichlet(np.full(300, 0.05)) + 1e-9, rng.dirichlet(np.full(300, 0.05)) + 1e-9
+        q = 0.7 * p + 0.3 * q
+        p, q = p / p.sum(), q / q.sum()
+        token = int(rng.integers(300))
+        exact = float((p * np.log(p / q)).sum())
+        found = divergence(
+            scores(dict(enumerate(p)), tokens=[token]), scores(dict(enumerate(q)), tokens=[token])
+        )[0]
+        assert 0 <= found <= exact + 1e-5
+
+
+def test_divergence_without_a_common_token_is_of_the_token_and_the_rest() -> None:
+    p = scores({5: 0.9, **{i: 0.1 / 30 for i in range(100, 130)}}, tokens=[5])
+    q = scores({7: 0.9, **{i: 0.1 / 30 for i in range(200, 230)}, 5: 0.001}, tokens=[5])
+    # two outcomes: token 5 (0.9 and 0.001), all others (0.1 and 0.999)
+    exact = 0.9 * math.log(0.9 / 0.001) + 0.1 * math.log(0.1 / 0.999)
+    assert divergence(p, q)[0] == pytest.approx(exact, rel=1e-3)
+    with pytest.raises(ValueError, match="different tokens"):
+        divergence(p, scores({6: 1.0}, tokens=[6]))
+
+
+def test_scores_are_kept_and_read_back(tmp_path: Path) -> None:
+    rows = join_rows([scores({1: 0.5, 2: 0.5}, tokens=[1]), scores({3: 1.0}, tokens=[3])])
+    for name in ("a", "b"):
+        rows.save(tmp_path / f"{name}.npz", rtn_kl=np.array([0.1, 0.2]))
+    assert (tmp_path / "a.npz").read_bytes() == (tmp_path / "b.npz").read_bytes()
+    again, beside = TopScores.load(tmp_path / "a.npz")
+    assert again.nats().tolist() == rows.nats().tolist() == pytest.approx([math.log(2), 0.0])
+    assert beside["rtn_kl"].tolist() == [0.1, 0.2]
+
+
+def answer(*tokens: str, ended: bool = True, nats: float = 0.1) -> Answer:
+    return Answer("".join(tokens), ended, tokens, [-nats] * len(tokens))
+
+
+def test_loops_are_one_token_or_a_phrase_to_the_end() -> None:
+    assert loops(answer(*["!"] * 16))
+    assert not loops(answer(*["!"] * 15))
+    phrase = ["I", " do", " not", " know", "."]
+    assert loops(answer("Well", *phrase * 6, ended=False))
+    assert not loops(answer("Well", *phrase * 6))  # it came to an end
+    assert not loops(answer(*phrase, *"abcdefghijklmnop", ended=False))
+
+
+def test_gibberish_is_broken_text_or_a_guess() -> None:
+    assert not gibberish(answer("All", " well", "\n", "\u4f60\u597d"), 2.5)
+    assert gibberish(answer("\ufffd\x01", "a"), 2.5)
+    assert gibberish(answer("kjh", " qq", nats=2.6), 2.5)
+    cut = Answer("caf\ufffd", False, ["caf", "\ufffd"], [-0.1, -0.1])
+    assert not gibberish(cut, 2.5)  # the limit fell between two bytes
+
+
+def test_answers_are_judged_by_shares() -> None:
+    good, endless = answer("fine"), answer("on", " and", " on", ended=False)
+    gates = judge_answers(GatesSection(), [good, good, endless])
+    assert [gate.passed for gate in gates] == [True, True, True]
+    gates = judge_answers(GatesSection(min_ended=0.9), [good, good, endless])
+    assert [g.name for g in gates if not g.passed] == ["answers end"]
+    assert gates[0].would_pass == "gates.min_ended: 0.67" and "on and on" in gates[0].found
+    assert judge_answers(GatesSection(), []) == []
+
+
+def test_structured_answers_must_parse_as_often_as_before() -> None:
+    call = '<tool_call>\n{"name": "look", "arguments": {"at": "x"}}\n</tool_call>'
+    assert kind_of(call) == "tool_call" and kind_of('{"a": 1}') == "json"
+    assert kind_of("The {thing} is red.") is None
+    assert parses(call, "tool_call") and not parses(call[:-25], "tool_call")
+    assert not parses("```json {}", "json")
+    rows = [
+        StructuredRow(f"c:{i}", i, "json", [1], 8, "{}" if i else "no", bool(i)) for i in range(4)
+    ]
+    same = [answer("no"), answer("{}"), answer("[1]"), answer("{}")]
+    gate = judge_structured(GatesSection(), rows, same)
+    assert gate is not None and gate.passed and "3 of 4 parse, 3" in gate.found
+    fewer = judge_structured(GatesSection(), rows, [answer("no"), answer("{"), *same[2:]])
+    assert fewer is not None and not fewer.passed and "c:1" in fewer.found
+    assert fewer.would_pass == "gates.max_parse_loss: 0.25"
+    assert judge_structured(GatesSection(), [], []) is None
+
+
+def test_canaries_say_what_they_miss() -> None:
+    canary = CanarySection(
+        prompt="What colour is the lamp?",
+        contains=["amber"],
+        matches=[r"lamp is \w+\."],
+        lacks=["I"],
+    )
+    assert judge_canary(canary, "The lamp is amber.").passed
+    gate = judge_canary(canary, "I think red.")
+    assert not gate.passed and gate.name == "canary 'What colour is the lamp?'"
+    for part in ("lacks 'amber'", "does not match", "holds 'I'"):
+        assert part in gate.found
+
+
+def test_canaries_are_checked_with_the_run_file() -> None:
+    run = {"name": "x", "model": {"base": "b"}, "data": {"train": "t"}}
+    with pytest.raises(RunFileError) as caught:
+        parse_run(
+            {**run, "gates": {"canaries": [{"prompt": "a", "matches": "("}, {"prompt": "b"}]}}
+        )
+    assert "no regular expression" in str(caught.value)
+    assert "says nothing about the answer" in str(caught.value)
+
+
+def test_every_threshold_has_a_sentence() -> None:
+    for section in (GatesSection, CanarySection):
+        for name, field in section.model_fields.items():
+            assert field.description and field.description.endswith("."), name
+
+
+def test_the_report_has_pictures_and_all_rungs(tmp_path: Path) -> None:
+    report = judge(
+        GatesSection(), evidence(base=3.0, merged=1.0, served=2.9, kl_served=1.0, kl_rtn=0.1)
+    )
+    report.rungs = [{"method": "gptq", "decision": "refused", "reason": "a | b\nc"}]
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "quant_loss.png").write_bytes(b"png")
+    out = tmp_path / "out"
+    out.mkdir()
+    rng = np.random.default_rng(0)
+    measured = Measured(rng.exponential(0.1, 500), rng.exponential(0.02, 500))
+    text = write_report(out, "Release r1", report, measured, model).read_text()
+    assert "**Refused** by 2 of 3 gates: served keeps the tuning, close to merged." in text
+    assert "| gptq | refused | a \\| b c |" in text
+    for name in ("losses.png", "kl.png", "quant_loss.png"):
+        assert f"]({name})" in text and (out / name).is_file()
+    for name in ("losses.png", "kl.png"):
+        from PIL import Image
+
+        with Image.open(out / name) as picture:
+            assert picture.mode == "RGBA"  # no ground of its own: light and dark pages alike
+            assert picture.getpixel((1, 1))[3] == 0
+
+
+def test_an_empty_report_is_readable() -> None:
+    text = markdown("Release r1", GateReport({}, [Gate("parity", False, "x", "y", "refused")]))
+    assert "**Refused** by 1 of 1 gates: parity." in text
