@@ -6,6 +6,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ def retrain(
     run_id: str = "",
     force: bool = False,
     link: str = "",
+    within: AbstractContextManager[Any] | None = None,
     on_stale: Callable[[list[RunRecord]], None] = lambda stale: None,
 ) -> PipelineResult:
     """Do what the run file asks for, unless nothing changed since it was last done.
@@ -40,6 +42,7 @@ def retrain(
         run_id: What others are told who holds the locks; a random one when empty.
         force: Run also when nothing changed.
         link: Where people see the run; part of notifications.
+        within: Entered once this machine's locks are held: what must be held elsewhere.
         on_stale: Told of runs of this machine that were killed.
 
     Raises:
@@ -50,15 +53,20 @@ def retrain(
     """
     run_id = run_id or uuid.uuid4().hex[:12]
     runs = Runs()
-    with hold(run, run_id, now()):
-        # Only now: a run that waited may find the one before it killed.
+
+    def clear() -> None:
         stale = runs.mark_stale()
         for other in stale:
             notify(run.notify, "failed", {**summary(other), "link": link})
         on_stale(stale)
-        record = RunRecord(run_id, run.name, run.serve.name, gpus=len(visible_gpus()))
-        with runs.recording(record):
-            return _watched(run, execute, runs, record, force=force, link=link)
+
+    clear()
+    with hold(run, run_id, now()):
+        clear()  # the run that we waited for may have been killed
+        with within or nullcontext():
+            record = RunRecord(run_id, run.name, run.serve.name, gpus=len(visible_gpus()))
+            with runs.recording(record):
+                return _watched(run, execute, runs, record, force=force, link=link)
 
 
 def _watched(
