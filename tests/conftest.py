@@ -22,6 +22,7 @@ def _load(name: str) -> ModuleType:
 
 _pico = _load("pico")
 _load("shim")
+_load("prefect_worker")
 _load("train_rows")
 
 

@@ -32,7 +32,7 @@ def notify(section: NotifySection, event: str, facts: Mapping[str, Any]) -> bool
         event: promoted, refused, failed or unchanged.
         facts: What is known of the run; `name` and `served` at least.
     """
-    if event not in section.on or not section.url_env:
+    if event not in section.events or not section.url_env:
         return False
     url = os.environ.get(section.url_env, "")
     if not url.startswith(("https://", "http://")):

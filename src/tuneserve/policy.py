@@ -58,7 +58,7 @@ class NotifySection(Section):
         description="Environment variable that holds the webhook's URL, which is a secret; the "
         "URL itself never here.",
     )
-    on: list[Event] = Field(
+    events: list[Event] = Field(
         default_factory=_default_events,
         description="Which ends are told: promoted, refused (by a gate), failed, unchanged.",
     )

@@ -56,6 +56,16 @@ def load_run_file(path: Path) -> RunFile:
     return parse_run(data, source=str(path), folder=path.resolve().parent)
 
 
+def check_run_file(run_file: str) -> dict[str, str]:
+    """A deployment's build step: the run file is checked when it is deployed, not at night.
+
+    Raises:
+        RunFileError: Lists every wrong field.
+    """
+    run = load_run_file(Path(run_file))
+    return {"run": run.name, "served": run.serve.name}
+
+
 def parse_run(data: dict[str, Any], *, source: str = "run", folder: Path | None = None) -> RunFile:
     """Check a run given as a mapping.
 

@@ -1,0 +1,120 @@
+"""Every deployment loads, refuses wrong run files, and one of them runs by a real worker."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prefect.cli.deploy._models import DeploymentConfig, PrefectYamlModel
+from prefect.deployments.steps.core import StepExecutionError, run_steps
+from prefect.flows import load_flow_from_entrypoint
+
+from prefect_worker import ROOT, deploy, environment, finished, prefect, worker
+from shim import executed, run_file
+from tuneserve.errors import RunFileError
+from tuneserve.runfile import load_run_file
+
+FILE = yaml.safe_load((ROOT / "deploy" / "prefect.yaml").read_text())
+DEPLOYMENTS = {entry["name"]: entry for entry in FILE["deployments"]}
+
+
+@pytest.fixture
+def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def test_the_deployments_are_those_that_the_docs_name() -> None:
+    assert list(DEPLOYMENTS) == ["local", "nightly", "docker", "kubernetes"]
+    PrefectYamlModel.model_validate(FILE)
+    for entry in DEPLOYMENTS.values():
+        assert set(entry) <= set(DeploymentConfig.model_fields), "a key that Prefect ignores"
+
+
+@pytest.mark.parametrize("name", DEPLOYMENTS)
+def test_a_deployment_loads_strictly(name: str, at_root: None) -> None:
+    entry = DEPLOYMENTS[name]
+    flow = load_flow_from_entrypoint(entry["entrypoint"], use_placeholder_flow=False)
+    assert flow.name == "finetune-to-serve"
+    given = flow.validate_parameters(entry["parameters"])
+    run = load_run_file(ROOT / given["run_file"])
+    assert all(Path(path).is_file() for path in run.data.train + run.data.eval)
+    (step,) = entry["build"]
+    assert step["tuneserve.runfile.check_run_file"] == {"run_file": given["run_file"]}
+    assert entry["enforce_parameter_schema"] is True
+
+
+def test_the_nightly_schedule_has_a_time_zone() -> None:
+    from zoneinfo import ZoneInfo
+
+    from prefect.client.schemas.schedules import construct_schedule
+
+    (schedule,) = DEPLOYMENTS["nightly"]["schedules"]
+    made = construct_schedule(cron=schedule["cron"], timezone=schedule["timezone"])
+    assert str(ZoneInfo(made.timezone)) == "Europe/Berlin"
+
+
+def test_a_wrong_run_file_is_refused_when_it_is_deployed(tmp_path: Path, at_root: None) -> None:
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text("name: Nightly!\nmodel: {base: org/name}\ndata: {train: d, epochs: 3}\n")
+    steps = [{"tuneserve.runfile.check_run_file": {"run_file": str(wrong)}}]
+    with pytest.raises(StepExecutionError) as caught:
+        asyncio.run(run_steps(steps))
+    assert isinstance(caught.value.__cause__, RunFileError)
+    assert "name: " in str(caught.value.__cause__)
+    assert "data.epochs: there is no such field" in str(caught.value.__cause__)
+
+
+def test_the_run_is_a_form_with_every_field_described(at_root: None) -> None:
+    flow = load_flow_from_entrypoint(DEPLOYMENTS["local"]["entrypoint"], use_placeholder_flow=False)
+    schema = flow.parameters.model_dump()
+    assert set(schema["properties"]) == {"run_file", "run", "force"}
+    assert all(field.get("description") for field in schema["properties"].values())
+    sections = schema["definitions"]
+    assert {"RunFile", "DataSection", "BudgetSection", "NotifySection"} <= set(sections)
+    undescribed = [
+        f"{name}.{field}"
+        for name, section in sections.items()
+        for field, about in section.get("properties", {}).items()
+        if not about.get("description")
+    ]
+    assert undescribed == []
+
+
+def test_no_secret_has_a_place_in_parameters(at_root: None) -> None:
+    flow = load_flow_from_entrypoint(DEPLOYMENTS["local"]["entrypoint"], use_placeholder_flow=False)
+    fields = re.findall(r'"(\w*(?:key|token|secret|password|url)\w*)"', json.dumps(
+        [list(s.get("properties", {})) for s in flow.parameters.definitions.values()]
+    ))  # fmt: skip
+    assert [name for name in fields if not name.endswith(("_env", "tokens"))] == []
+
+
+def shim_run(folder: Path, base: Path, **changes: Any) -> str:
+    run = run_file(folder, model={"base": str(base)}, merge={"base": "original"}, **changes)
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(run.model_dump(mode="json")))
+    return str(path)
+
+
+def test_a_worker_runs_the_deployment(
+    prefect_server: str, tmp_path: Path, pico_model: Path
+) -> None:
+    path = shim_run(tmp_path, pico_model, name="by-worker")
+    env = environment(prefect_server, tmp_path)
+    deploy(env)
+    with worker(env, tmp_path):
+        said = prefect(
+            env, "deployment", "run", "finetune-to-serve/local", "-p", f"run_file={path}"
+        )
+        found = re.search(r"UUID: ([0-9a-f-]{36})", said)
+        assert found is not None, said
+        run = finished(found[1])
+    assert run.state is not None and run.state.is_completed(), (tmp_path / "worker.log").read_text()
+    assert executed(tmp_path)[-1] == "release"
+    dataset = next(p.name for p in (tmp_path / "store").glob("dataset-*"))
+    assert run.name == f"by-worker {pico_model.name} {dataset}"
+    assert run.parameters == {"run_file": path}
