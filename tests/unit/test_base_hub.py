@@ -85,6 +85,7 @@ def offline() -> errors.DryRunError:
 def test_only_safe_and_needed_files() -> None:
     wanted = needed_files(FILES, weights=True, remote_code=False)
     assert sorted(wanted) == [
+        "README.md",
         "chat_template.jinja",
         "config.json",
         "model-00001-of-00002.safetensors",
@@ -136,7 +137,8 @@ def test_no_network_uses_the_cache(hub: Hub, caplog: pytest.LogCaptureFixture) -
         (refusal(errors.GatedRepoError, 403), "accepted its terms", "HF_TOKEN"),
         (refusal(errors.RepositoryNotFoundError, 404), "not found", "spelling"),
         (refusal(errors.RevisionNotFoundError, 404), "no such revision", "model.revision"),
-        (refusal(errors.HfHubHTTPError, 500), "cannot be reached", "network"),
+        (refusal(errors.HfHubHTTPError, 401), "refuses the token", "read token"),
+        (refusal(errors.HfHubHTTPError, 500), "answered HTTP 500", "later"),
     ],
 )
 def test_refusals(hub: Hub, error: BaseException, message: str, hint: str) -> None:
@@ -146,7 +148,7 @@ def test_refusals(hub: Hub, error: BaseException, message: str, hint: str) -> No
     assert "org/name@v1" in caught.value.message and hint in caught.value.hint
     assert caught.value.exit_status == 5
     # A no stays a no; only silence may pass by itself.
-    assert caught.value.retryable == ("cannot be reached" in message)
+    assert caught.value.retryable == ("cannot be reached" in message or "500" in message)
 
 
 def test_not_a_hub_id() -> None:

@@ -18,6 +18,7 @@ from tuneserve.artifacts import file_sha256, fsync_directory, write_json_atomic
 from tuneserve.checkpoint.basecheck import check_base, read_config, repaired_generation_config
 from tuneserve.checkpoint.headers import Checkpoint
 from tuneserve.checkpoint.hub import download, need_disk
+from tuneserve.checkpoint.licence import base_licence
 from tuneserve.config import ModelSection
 from tuneserve.errors import ModelError
 from tuneserve.places import model_cache
@@ -64,7 +65,12 @@ def run(context: StageContext) -> dict[str, Any]:
     folder = resolve_base(context.run.model)
     size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
     log.info("base model %s: %s, %s", context.run.model.base, folder, human_bytes(size))
-    return {"path": str(folder), "bytes": size, "source": _source(context.run.model, folder)}
+    return {
+        "path": str(folder),
+        "bytes": size,
+        "source": _source(context.run.model, folder),
+        "licence": base_licence(folder, context.run.model.base).to_json(),
+    }
 
 
 def resolve_base(model: ModelSection) -> Path:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from tuneserve.checkpoint.weights import fetch_large, partial_bytes
 from tuneserve.config import ModelSection
 from tuneserve.errors import DiskFull, HubError, HubRefused, ModelError, TuneserveError
 from tuneserve.progress import Progress, human_bytes
@@ -16,6 +18,8 @@ from tuneserve.progress import Progress, human_bytes
 log = logging.getLogger(__name__)
 
 _SMALL_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken")
+# What says under which terms a model may be used and passed on.
+_TERMS = ("readme.md", "license", "licence", "notice", "use_policy.md")
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5")
 _MIB = 2**20
 # Left free beside what we write, for logs and for other programs on the disk.
@@ -62,6 +66,7 @@ def needed_files(names: Iterable[str], *, weights: bool, remote_code: bool) -> l
             hint="ask its owner for safetensors, or convert a copy that you trust",
         )
     small = [n for n in top if n.endswith(_SMALL_SUFFIXES) and not n.startswith("pytorch_model")]
+    small += [n for n in top if n.lower().startswith(_TERMS) and n not in small]
     code = [n for n in top if remote_code and n.endswith(".py")]
     return small + code + (tensors if weights else [])
 
@@ -81,6 +86,11 @@ def download(model: ModelSection, *, weights: bool) -> Path:
     import huggingface_hub
     from huggingface_hub import errors
 
+    # A commit never changes: where all of it is here, nobody need be asked.
+    if re.fullmatch(r"[0-9a-f]{40}", model.revision or ""):
+        folder = _cached(model, weights=weights)
+        if folder is not None:
+            return folder
     token = os.environ.get("HF_TOKEN")
     try:
         listing = huggingface_hub.snapshot_download(
@@ -89,28 +99,46 @@ def download(model: ModelSection, *, weights: bool) -> Path:
         assert not isinstance(listing, str)
         names = [info.filename for info in listing]
         files = needed_files(names, weights=weights, remote_code=model.trust_remote_code)
-        todo = sum(i.file_size or 0 for i in listing if i.filename in files and i.will_download)
-        cache = Path(huggingface_hub.constants.HF_HUB_CACHE)
-        need_disk(cache, todo, f"downloading {model.base}")
-        if todo:
-            log.info("downloading %s: %s in %d files", model.base, human_bytes(todo), len(files))
-        folder = huggingface_hub.snapshot_download(
+        missing = {
+            i.filename: i.file_size or 0 for i in listing if i.filename in files and i.will_download
+        }
+        commit = listing[0].commit_hash  # the one listed, should the branch move meanwhile
+        if weights and model.revision is None:
+            log.info("%s is %s today; model.revision would pin it", model.base, commit)
+        if missing:
+            cache = Path(huggingface_hub.constants.HF_HUB_CACHE)
+            todo = sum(missing.values())
+            left = max(0, todo - partial_bytes(model.base, cache))
+            need_disk(cache, left, f"downloading {model.base}")
+            log.info("downloading %s: %s, %d files", model.base, human_bytes(todo), len(missing))
+            fetch_large(model.base, commit, missing, cache, token)
+        fetched = huggingface_hub.snapshot_download(
             model.base,
-            revision=listing[0].commit_hash,  # the one listed, should the branch move meanwhile
+            revision=commit,
             allow_patterns=files,
             token=token,
             tqdm_class=_hub_progress(),
         )
-    except errors.DryRunError as error:  # the hub does not answer: the cache may hold it all
+    except (errors.DryRunError, errors.LocalEntryNotFoundError) as error:
+        # The hub does not answer: the cache may hold it all.
         return _offline(model, error.__cause__ or error, weights=weights)
     except (errors.HFValidationError, errors.HTTPError, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # of the local disk; the child runner says what it means
         raise _hub_error(model, error) from error
-    return Path(str(folder))
+    return Path(str(fetched))
 
 
 def _offline(model: ModelSection, why: BaseException, *, weights: bool) -> Path:
+    folder = _cached(model, weights=weights)
+    if folder is None:
+        raise _hub_error(model, why) from why
+    log.warning("the hub does not answer (%s); using the copy in its cache", type(why).__name__)
+    return folder
+
+
+def _cached(model: ModelSection, *, weights: bool) -> Path | None:
+    """The snapshot in the cache; None when there is none, or not all of it."""
     import huggingface_hub
     from huggingface_hub import errors
 
@@ -121,11 +149,10 @@ def _offline(model: ModelSection, why: BaseException, *, weights: bool) -> Path:
             revision=model.revision,
             local_files_only=True,
             allow_patterns=patterns,
-            ignore_patterns=["*/*", "consolidated*", "adapter_*"],
+            ignore_patterns=["*/*", "consolidated*", "adapter_*", "pytorch_model*"],
         )
-    except errors.LocalEntryNotFoundError as error:
-        raise _hub_error(model, why) from error
-    log.warning("the hub does not answer (%s); using the copy in its cache", type(why).__name__)
+    except errors.LocalEntryNotFoundError:
+        return None
     return Path(folder)
 
 
@@ -149,6 +176,18 @@ def _hub_error(model: ModelSection, error: BaseException) -> TuneserveError:
         return HubRefused(
             f"{name}: not found on the hub, or private",
             hint="check the spelling of model.base; for a private model set HF_TOKEN",
+        )
+    status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else 0
+    if status in (401, 403):
+        return HubRefused(
+            f"{name}: the hub refuses the token of HF_TOKEN (HTTP {status})",
+            expected="a token of yours that may read this model",
+            hint="make a new read token in your hub settings, and set HF_TOKEN to it",
+        )
+    if status:
+        return HubError(
+            f"{name}: the hub answered HTTP {status}, and its cache here does not hold the model",
+            hint="try again later; what was downloaded is kept",
         )
     return HubError(
         f"{name}: the hub cannot be reached, and its cache here does not hold the model "
