@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tuneserve.artifacts import MANIFEST
+from tuneserve.checkpoint.licence import Licence, base_licence
 from tuneserve.release.gate_report import KL_PLOT, LOSS_PLOT, MODULES_PLOT, loss_table, verdict
 from tuneserve.release.gates import GateReport
 
 CARD_NAME = "README.md"
-_LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "LICENCE", "COPYING")
 
 
 @dataclass(frozen=True)
@@ -54,18 +53,21 @@ def card(
 ) -> str:
     """The card's Markdown, with the front matter that hubs read."""
     base = next((str(m["base"]) for _, m in lineage if m.get("base")), "")
-    licence = licence_of(facts.base)
+    licence = _licence(facts.base, base)
     front = ["---"]
     if base and not base.startswith(("/", ".")):
         front.append(f"base_model: {base}")
-    front.append(f"license: {licence or 'unknown'}")
+    front.append(f"license: {licence.id}")
+    front += [f"license_name: {licence.name}"] * bool(licence.name)
+    front += [f"license_link: {licence.link}"] * bool(licence.link)
     front += ["pipeline_tag: text-generation", "---", ""]
     lines = [*front, f"# {facts.name}, release {facts.release}", ""]
     lines += [f"Made {facts.created}. {verdict(report)} See [gates.md](gates.md).", ""]
     lines += ["| | |", "|---|---|", f"| base model | {base or 'not known'} |"]
-    lines.append(
-        f"| licence of the base | {licence or 'not stated; look it up before you share this'} |"
-    )
+    said = " ".join(part for part in (licence.id, licence.name, licence.link) if part)
+    if licence.id == "unknown":
+        said = "not stated; look it up before you share this"
+    lines.append(f"| licence of the base | {said} |")
     lines.append(f"| served weights | {_weights(facts.model)} |")
     lines += ["", "## Measured on held-out rows", "", *loss_table(report)]
     for gate in report.gates:
@@ -77,23 +79,8 @@ def card(
     return "\n".join(lines).rstrip() + "\n"
 
 
-def licence_of(base: Path | None) -> str:
-    """The base's licence, from the front matter of its card or the first line of its licence file;
-    empty when it does not say."""
-    if base is None or not base.is_dir():
-        return ""
-    readme = base / "README.md"
-    if readme.is_file():
-        text = readme.read_text(encoding="utf-8", errors="replace")
-        front = re.match(r"---\n(.*?)\n---", text, re.DOTALL)
-        found = re.search(r"^license:\s*(\S.*)$", front.group(1), re.MULTILINE) if front else None
-        if found:
-            return found.group(1).strip().strip("\"'")
-    for name in _LICENCE_FILES:
-        if (base / name).is_file():
-            text = (base / name).read_text(encoding="utf-8", errors="replace")
-            return next((line.strip() for line in text.splitlines() if line.strip()), "")[:80]
-    return ""
+def _licence(folder: Path | None, base: str) -> Licence:
+    return base_licence(folder, base) if folder and folder.is_dir() else Licence()
 
 
 def _lineage(facts: CardFacts) -> list[tuple[str, dict[str, Any]]]:
