@@ -35,6 +35,7 @@ from tuneserve.train.rank import job_of
 log = logging.getLogger(__name__)
 
 _FOLDER = "ranks"
+_RANK = ("-m", "tuneserve.train.rank")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 # A rank waiting for a peer that is gone does not react to SIGTERM in every library.
 _TERM_SECONDS = 5
@@ -117,11 +118,10 @@ def _run_ranks(count: int, folder: Path) -> dict[int, int]:
         max_restarts=0,
         monitor_interval=0.1,
     )
-    command = ("-m", "tuneserve.train.rank", str(folder))
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(_TERM_SECONDS)
     try:
         with _signals_restored():
-            elastic_launch(config, sys.executable)(*command)
+            elastic_launch(config, sys.executable)(*_RANK, str(folder))
     except ChildFailedError as error:
         return {failed.local_rank: failed.exitcode for failed in error.failures.values()}
     except SignalException as error:
@@ -175,7 +175,7 @@ def _error(outcomes: Mapping[int, Mapping[str, Any]], died: Mapping[int, int]) -
                 hint="free some space and run the same command again",
             )
     for rank, status in sorted(died.items()):
-        if status < 0:
+        if status < 0 and status != -signal.SIGTERM:  # by which the agent ends the others
             return StageKilled(
                 f"rank {rank} of the training was killed by signal {-status}; the others were "
                 "ended",

@@ -6,7 +6,7 @@ optimizer's state, with float32 master weights. DeepSpeed's own checkpoints hold
 and load onto the same number of ranks only; here rank 0 writes one file of whole tensors by
 parameter name, which any number of ranks cuts into its own shares.
 
-Engine file: imports torch; DeepSpeed itself is imported by the Trainer alone.
+Engine file: imports torch; DeepSpeed itself is imported where it is used.
 """
 
 from __future__ import annotations
@@ -50,6 +50,21 @@ def configuration(train: TrainSection, recipe: Recipe, *, trained: int, bf16: bo
         "zero_allow_untested_optimizer": True,  # the 8-bit one works on any flat tensor
         "steps_per_print": 10**9,
     }
+
+
+def allow_cpus() -> None:
+    """Let the same code run between CPUs, where gradients go through gloo. On GPUs: nothing.
+
+    Accelerate looks for DeepSpeed's backend among accelerators only, and DeepSpeed compiles a
+    kernel of its own for CPUs of one machine, which takes minutes.
+    """
+    if torch.cuda.is_available():
+        return
+    import deepspeed.ops
+    from accelerate.state import DistributedType, PartialState
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_CPU)
 
 
 @dataclass(frozen=True)
@@ -107,8 +122,11 @@ def save_state(model: Any, optimizer: Any, folder: Path) -> None:
         save_file(whole, folder / STATE, metadata={"steps": str(steps)})
 
 
-def load_state(model: Any, optimizer: Any, folder: Path) -> None:
-    """Take this rank's shares from what `save_state` wrote, whatever wrote it.
+def load_state(model: Any, optimizer: Any, folder: Path) -> int:
+    """Take this rank's shares from what `save_state` wrote, on however many ranks.
+
+    Returns:
+        How many steps were trained.
 
     Raises:
         AdapterError: The file holds no state of one of the parameters.
@@ -136,6 +154,7 @@ def load_state(model: Any, optimizer: Any, folder: Path) -> None:
                 _write_moment(state, name, mine[name])
             step = state["step"]
             state["step"] = torch.full_like(step, steps) if torch.is_tensor(step) else steps
+    return steps
 
 
 def _shares(model: Any, optimizer: Any) -> Iterator[_Share]:

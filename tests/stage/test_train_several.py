@@ -1,0 +1,217 @@
+"""Two processes train what one does: the same rows in the same steps, the same losses.
+
+On a machine without GPUs they talk through gloo; on one with two, through NCCL. Losses of two
+processes equal those of one within 1e-4 of their size: sums are taken in another order.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from train_rows import IGNORED, make_context, pico_dataset
+from tuneserve.artifacts import Artifact
+from tuneserve.errors import DataError, StageKilled
+from tuneserve.stages import StageContext
+from tuneserve.train import launch
+from tuneserve.train.stage import run
+
+TRAIN = {
+    "effective_batch": 8,
+    "max_steps": 4,
+    "learning_rate": 4e-3,
+    "save_steps": 2,
+    "optimizer": "adamw_torch",
+    "lora": {"r": 8},
+}
+TOLERANCE = 1e-4
+SHIM = Path(__file__).parents[1] / "rank_shim.py"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    for hidden in ("gptqmodel", "deepspeed"):
+        if sys.modules.get(hidden, 0) is None:
+            del sys.modules[hidden]
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory, pico_model: Path) -> Artifact:
+    return pico_dataset(tmp_path_factory.mktemp("data") / "dataset", pico_model)
+
+
+Trained = tuple[StageContext, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, pico_model: Path, dataset: Artifact) -> Trained:
+    context = make_context(
+        tmp_path_factory.mktemp("one"), pico_model, {"dataset": dataset}, TRAIN, {"micro_batch": 2}
+    )
+    return context, run(context)
+
+
+def several(
+    folder: Path, base: Path, dataset: Artifact, *, micro_batch: int = 2, **train: Any
+) -> StageContext:
+    return make_context(
+        folder,
+        base,
+        {"dataset": dataset},
+        {**TRAIN, "gpus": 2, **train},
+        {"micro_batch": micro_batch},
+    )
+
+
+def losses(context: StageContext) -> dict[int, float]:
+    points = map(json.loads, (context.out / "loss.jsonl").read_text().splitlines())
+    return {point["step"]: point["loss"] for point in points if "loss" in point}
+
+
+def assert_the_same(found: StageContext, wanted: StageContext) -> None:
+    assert losses(found) == pytest.approx(losses(wanted), rel=TOLERANCE)
+    name = "adapter_model.safetensors"
+    ours, theirs = load_file(found.out / name), load_file(wanted.out / name)
+    assert ours.keys() == theirs.keys()
+    for key, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[key], rtol=1e-3, atol=1e-4)
+
+
+def going_on(context: StageContext, other: StageContext, step: int) -> None:
+    """Leave in `context` what `other` had written when it was at `step`."""
+    name = f"checkpoint-{step}"
+    shutil.copytree(other.work / name, context.work / name)
+    shutil.copyfile(other.work / "loss.jsonl", context.work / "loss.jsonl")
+
+
+def test_the_losses_of_two_are_those_of_one(
+    tmp_path: Path, pico_model: Path, dataset: Artifact, alone: Trained
+) -> None:
+    import pyarrow.parquet as pq
+
+    labels = pq.read_table(dataset.path / "train.parquet")["labels"].to_pylist()
+    assert len({sum(label != IGNORED for label in row) for row in labels}) > 1  # unequal counts
+    one, by_one = alone
+    two = several(tmp_path / "two", pico_model, dataset)
+    by_two = run(two)
+    assert_the_same(two, one)
+    assert by_two["eval_loss"] == pytest.approx(by_one["eval_loss"], rel=TOLERANCE)
+    assert (by_two["gpus"], by_two["micro_batch"], by_two["gradient_accumulation"]) == (2, 2, 2)
+    for name in ("effective_batch", "steps", "supervised_tokens_seen", "trainable_parameters"):
+        assert by_two[name] == by_one[name]
+    assert {path.name for path in two.out.iterdir()} == {path.name for path in one.out.iterdir()}
+    memory = json.loads((two.out / "memory.json").read_text())
+    assert len(memory["ranks"]) == 2
+    for rank in memory["ranks"]:
+        assert {"load", "smoke", "train", "evaluate"} <= {p["phase"] for p in rank["timeline"]}
+    assert memory["peak_rss_bytes"] == max(rank["peak_rss_bytes"] for rank in memory["ranks"])
+
+    # What two wrote, one goes on with.
+    context = several(tmp_path / "resumed", pico_model, dataset, gpus=1)
+    going_on(context, two, 2)
+    assert run(context)["gpus"] == 1
+    assert_the_same(context, one)
+
+
+def test_what_does_not_fit_on_one_rank_is_tried_smaller_on_all(
+    tmp_path: Path,
+    pico_model: Path,
+    dataset: Artifact,
+    alone: Trained,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Begun by one process, gone on with by two, of which one has room for two rows only."""
+    monkeypatch.setattr(launch, "_RANK", (str(SHIM),))
+    monkeypatch.setenv("RANK_SHIM", "1 room 2")
+    context = several(tmp_path, pico_model, dataset, micro_batch=4)
+    going_on(context, alone[0], 2)
+    metrics = run(context)
+    assert (metrics["micro_batch"], metrics["gradient_accumulation"]) == (2, 2)
+    [tried] = metrics["did_not_fit"]
+    assert tried.startswith("micro-batch 4 x 1 accumulated x 2 processes")
+    assert "rank 1: CUDA out of memory" in tried
+    assert_the_same(context, alone[0])
+
+
+def test_the_error_of_one_rank_ends_all(
+    tmp_path: Path, pico_model: Path, dataset: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "_RANK", (str(SHIM),))
+    monkeypatch.setenv("RANK_SHIM", "1 error 2")
+    context = several(tmp_path, pico_model, dataset)
+    with pytest.raises(DataError, match="row 2 is bad") as caught:
+        run(context)
+    ended = time.time()
+    assert caught.value.hint == "mend it"
+    died = json.loads((context.work / "ranks" / "rank-1.json").read_text())["at"]
+    assert ended - died < 15  # the others wait in a collective, and would for half an hour
+    assert list(context.out.iterdir()) == []
+    assert ranks_alive(context) == []
+
+
+@pytest.mark.full
+def test_a_killed_rank_ends_all_and_the_next_call_goes_on(
+    tmp_path: Path,
+    pico_model: Path,
+    dataset: Artifact,
+    alone: Trained,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launch, "_RANK", (str(SHIM),))
+    monkeypatch.setenv("RANK_SHIM", "1 kill 3")
+    context = several(tmp_path, pico_model, dataset)
+    with pytest.raises(StageKilled, match="rank 1 .* signal 9") as caught:
+        run(context)
+    assert caught.value.retryable
+    assert list(context.out.iterdir()) == []
+    assert ranks_alive(context) == []
+    monkeypatch.undo()
+    run(context)
+    assert_the_same(context, alone[0])
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="DeepSpeed not installed")
+def test_zero_spreads_the_optimizer_and_changes_no_loss(
+    tmp_path: Path, pico_model: Path, dataset: Artifact
+) -> None:
+    """ZeRO-2 on two processes against one without it, and its checkpoint on one process."""
+    one = several(tmp_path / "one", pico_model, dataset, gpus=1, method="lora")
+    run(one)
+    two = several(tmp_path / "two", pico_model, dataset, method="lora", zero=2)
+    run(two)
+    assert_the_same(two, one)
+    state = load_file(two.work / "checkpoint-2" / "zero.safetensors")
+    adapter = load_file(two.work / "checkpoint-2" / "adapter_model.safetensors")
+    assert len(state) == 3 * len(adapter)  # master weight and two moments each
+    again = several(tmp_path / "again", pico_model, dataset, method="lora", zero=2, gpus=1)
+    going_on(again, two, 2)
+    run(again)
+    assert_the_same(again, one)
+
+
+def ranks_alive(context: StageContext) -> list[str]:
+    """Command lines of processes that still work on this training."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if str(context.work) in command:
+            found.append(command)
+    return found
