@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from tuneserve.parallel import check_zero, refuse_other_sharding
 from tuneserve.policy import BudgetSection, NotifySection, OverlapSection
 from tuneserve.section import Section
 from tuneserve.thresholds import GatesSection as GatesSection
@@ -172,8 +173,10 @@ class TrainSection(Section):
     optimizer: Literal["adamw_8bit", "paged_adamw_8bit", "adamw_torch"] = Field(
         "adamw_8bit", description="Optimizer of the adapter's parameters."
     )
-    gradient_checkpointing: bool = Field(
-        True, description="Recompute activations: less memory, more time."
+    gradient_checkpointing: bool | Literal["auto", "offload"] = Field(
+        "auto",
+        description="Recompute activations: less memory, a third more time. offload also holds "
+        "what is kept of each block in host memory. auto: the fastest that the plan says fits.",
     )
     attention: Literal["sdpa", "eager", "flash_attention_2"] = Field(
         "sdpa", description="Attention kernel."
@@ -191,6 +194,22 @@ class TrainSection(Section):
         0.88, gt=0, le=1, description="Share of the GPU's memory that the plan may fill."
     )
     seed: int = Field(0, ge=0, description="Seed of adapter weights and row order.")
+    gpus: int = Field(
+        1,
+        ge=1,
+        description="GPUs of this machine that share each step, one process a GPU; rows, order "
+        "and losses stay those of one. Without a GPU: processes on the CPU.",
+    )
+    zero: Literal[0, 2] = Field(
+        0,
+        description="2: DeepSpeed ZeRO-2 spreads gradients and optimizer state over the GPUs, for "
+        "a 16-bit LoRA with many parameters; 0: every GPU has all of them.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_other_sharding(cls, data: Any) -> Any:
+        return refuse_other_sharding(data)
 
     @model_validator(mode="after")
     def _batches_divide(self) -> TrainSection:
@@ -199,6 +218,14 @@ class TrainSection(Section):
                 f"effective_batch {self.effective_batch} is not a multiple of "
                 f"micro_batch {self.micro_batch}"
             )
+        together = self.gpus * (self.micro_batch if isinstance(self.micro_batch, int) else 1)
+        if self.effective_batch % together:
+            raise ValueError(
+                f"effective_batch {self.effective_batch} cannot be shared evenly: not a multiple "
+                f"of {together} (gpus x micro_batch)"
+            )
+        if self.zero:
+            check_zero(self.method, use_dora=self.lora.use_dora)
         return self
 
 
@@ -278,6 +305,12 @@ class ServeSection(Section):
     rollout: Literal["blue_green", "hold"] = Field(
         "blue_green",
         description="Start the candidate beside the champion, or stop first while requests wait.",
+    )
+    tensor_parallel: int = Field(
+        1,
+        ge=1,
+        description="GPUs of this machine that one server is spread over (vLLM's tensor "
+        "parallelism); heads, KV heads and 4-bit groups must divide by it.",
     )
     while_training: Literal["share", "stop"] = Field(
         "share", description="What the serving model does while a retrain uses the same card."

@@ -59,6 +59,7 @@ _TRAIN_FIELDS = (
     "optimizer",
     "attention",
     "seed",
+    "zero",
 )
 _QUANTIZE_FIELDS = (
     "bits",

@@ -25,7 +25,7 @@ from tuneserve.lm.rows import Rows
 from tuneserve.progress import Progress, human_bytes
 from tuneserve.stages import StageContext
 from tuneserve.train import adapter as adapters
-from tuneserve.train import checkpoints
+from tuneserve.train import checkpoints, collective
 from tuneserve.train.curves import read_curve, rewind_curve
 from tuneserve.train.memory import MemoryTimeline
 from tuneserve.train.recipe import Recipe, training_order
@@ -48,7 +48,7 @@ class Attempt:
     rows: Rows
     held_out: Rows
     recipe: Recipe
-    checkpointing: bool
+    checkpointing: bool | str
     timeline: MemoryTimeline
     limit_bytes: int | None = None
 
@@ -79,11 +79,14 @@ class Attempt:
             note("smoke")
             smoke_step(trainer, self.rows, self.recipe, self.checkpointing)
             check_room(self.limit_bytes)
+            collective.wait_for_all()
             note("train")
             self._train(trainer, watch)
         self.timeline.phase("evaluate")
         loss = self._held_out_loss(model) if len(self.held_out) else None
         self.timeline.phase("save")
+        if collective.rank():
+            return {}  # rank 0 writes, and speaks for all
         self._save(model, dtype, quantized, loss)
         trained = adapters.trainable_parameters(model)
         return {**self._metrics(watch, loss), "trainable_parameters": trained}
@@ -126,24 +129,28 @@ class Attempt:
         )
 
     def _train(self, trainer: RowTrainer, watch: Watch) -> None:
-        found = checkpoints.latest_whole(self.context.work)
+        found = collective.once(lambda: checkpoints.latest_whole(self.context.work))
         resume, step = found if found else (None, 0)
-        rewind_curve(watch.curve, step)
+        collective.once(lambda: rewind_curve(watch.curve, step))
         if found:
             log.info("going on from the checkpoint of step %d", step)
         watch.begin(step)
         self.timeline.phase("train")
-        set_seed(self.context.run.train.seed)
+        # Of dropout: what a rank draws is its own.
+        set_seed(self.context.run.train.seed + collective.rank())
         trainer.train(resume_from_checkpoint=str(resume) if resume else None)
 
     def _held_out_loss(self, model: Any) -> float:
         count = min(len(self.held_out), self.context.run.gates.eval_rows)
+        mine = range(collective.rank(), count, collective.ranks())
         training = model.training
         model.eval()
         try:
-            return row_losses(model, self.held_out, range(count)).mean
+            found = row_losses(model, self.held_out, mine)
         finally:
             model.train(training)
+        nats, tokens = collective.totals([found.sums.sum(), found.counts.sum()])
+        return nats / tokens
 
     def _save(
         self, model: Any, dtype: torch.dtype, quantized: list[str], eval_loss: float | None
@@ -187,6 +194,7 @@ class Attempt:
             "micro_batch": self.recipe.micro_batch,
             "gradient_accumulation": self.recipe.accumulation,
             "gradient_checkpointing": self.checkpointing,
+            "gpus": self.recipe.processes,
         }
         if torch.cuda.is_available():
             metrics["peak_gpu_bytes"] = torch.cuda.max_memory_reserved()
@@ -198,7 +206,7 @@ class Attempt:
         return metrics
 
 
-def smoke_step(trainer: RowTrainer, rows: Rows, recipe: Recipe, checkpointing: bool) -> None:
+def smoke_step(trainer: RowTrainer, rows: Rows, recipe: Recipe, checkpointing: bool | str) -> None:
     """Forward, backward and optimizer on the longest rows; weights and random state stay.
 
     Raises:
@@ -217,7 +225,7 @@ def smoke_step(trainer: RowTrainer, rows: Rows, recipe: Recipe, checkpointing: b
         loss.backward()
         if bool(loss.isfinite()):
             _check_gradients(model)
-        if place.type == "cuda":
+        if place.type == "cuda" and not trainer.shares_optimizer:
             _idle_optimizer_step(trainer)
     model.zero_grad(set_to_none=True)
 

@@ -88,13 +88,19 @@ class HostCheckpoints:
 
 
 def hold_checkpoints_on_host(model: Any) -> None:
-    """Hold what checkpointed blocks keep in host memory; for a model that has checkpointing on."""
+    """From when checkpointing is switched on, hold what its blocks keep in host memory."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     device = next(model.parameters()).device
     if device.type != "cuda":
         return
-    store = HostCheckpoints(device)
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            module._gradient_checkpointing_func = store.around(module._gradient_checkpointing_func)
+    store, enable = HostCheckpoints(device), model.gradient_checkpointing_enable
+
+    def enable_held(*args: Any, **kwargs: Any) -> None:
+        enable(*args, **kwargs)
+        for module in model.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                plain = module._gradient_checkpointing_func
+                module._gradient_checkpointing_func = store.around(plain)
+
+    model.gradient_checkpointing_enable = enable_held

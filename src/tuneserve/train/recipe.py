@@ -13,6 +13,9 @@ from tuneserve.errors import RunFileError
 
 log = logging.getLogger(__name__)
 
+OFFLOAD = "offload"
+"""Gradient checkpointing whose checkpoints lie in host memory."""
+
 # Rows of like length are brought together within this many steps' worth of rows: wide enough that
 # padding nearly vanishes, narrow enough that the order stays well mixed over an epoch.
 _GROUPED_STEPS = 50

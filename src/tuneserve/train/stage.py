@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +20,8 @@ from tuneserve.errors import DataError, OutOfMemory
 from tuneserve.lm.rows import Rows, read_rows
 from tuneserve.stages import StageContext
 from tuneserve.train.curves import plot_loss, plot_memory, read_curve
-from tuneserve.train.memory import MemoryTimeline
-from tuneserve.train.recipe import Recipe, make_recipe
+from tuneserve.train.memory import MemoryTimeline, of_ranks
+from tuneserve.train.recipe import OFFLOAD, Recipe, make_recipe
 
 log = logging.getLogger(__name__)
 
@@ -41,22 +42,54 @@ def run(context: StageContext) -> dict[str, Any]:
         TrainingDiverged: A loss or gradient norm was not finite.
         AdapterError: What was trained does nothing.
         OutOfMemory: Nothing on the ladder fits.
+        ResourceError: There are fewer GPUs than `train.gpus`.
     """
+    train = context.run.train
+    prepare_libraries(train.zero > 0)
+    rows, held_out = read_both(context)
+    rung = _start(context, Rung(recipe_of(context, len(rows)), checkpointing_of(context)))
+    if train.gpus > 1 or train.zero:
+        metrics = _together(context, rung)
+    else:
+        metrics = _alone(context, rows, held_out, rung)
+    plot_loss(read_curve(context.out / "loss.jsonl"), context.out / "loss.png")
+    _copy_tokenizer(context)
+    return metrics
+
+
+def prepare_libraries(deepspeed: bool) -> None:
+    """Settings that hold only when made before torch and peft are used."""
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     from tuneserve.lm.load import quiet_libraries
 
-    quiet_libraries()
+    quiet_libraries(deepspeed=deepspeed)
+
+
+def read_both(context: StageContext) -> tuple[Rows, Rows]:
+    """The rows to train on and those held out.
+
+    Raises:
+        DataError: The rows cannot be trained on.
+    """
     dataset = context.inputs["dataset"].path
-    rows, held_out = _read(dataset / "train.parquet"), read_rows(dataset / "eval.parquet")
+    return _read(dataset / "train.parquet"), read_rows(dataset / "eval.parquet")
+
+
+def recipe_of(context: StageContext, rows: int) -> Recipe:
+    """Steps and batches, with the micro-batch that the plan or the run file names."""
     train = context.run.train
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
     wanted = context.hints.get("micro_batch") or train.micro_batch
     micro_batch = wanted if isinstance(wanted, int) else _DEFAULT_MICRO_BATCH
-    recipe = make_recipe(train, len(rows), micro_batch, processes)
-    rung = _start(context, Rung(recipe, train.gradient_checkpointing))
-    metrics = _climb_down(context, rows, held_out, rung)
-    _copy_tokenizer(context)
-    return metrics
+    return make_recipe(train, rows, micro_batch, train.gpus)
+
+
+def checkpointing_of(context: StageContext) -> bool | str:
+    """Whether to recompute activations: as the run file says, else as the plan chose."""
+    wanted = context.run.train.gradient_checkpointing
+    if wanted != "auto":
+        return wanted
+    chosen: bool | str = context.hints.get("gradient_checkpointing", True)
+    return chosen
 
 
 @dataclass(frozen=True)
@@ -64,54 +97,94 @@ class Rung:
     """One rung of the memory ladder."""
 
     recipe: Recipe
-    checkpointing: bool
+    checkpointing: bool | str
 
     def next(self) -> Rung | None:
-        """The rung below: half the micro-batch, then checkpointing; None at the bottom."""
+        """The rung below: half the micro-batch, then checkpointing, then that in host memory."""
         if self.recipe.micro_batch > 1:
             half = self.recipe.with_micro_batch(self.recipe.micro_batch // 2)
             return Rung(half, self.checkpointing)
-        return None if self.checkpointing else Rung(self.recipe, True)
+        if not self.checkpointing:
+            return Rung(self.recipe, True)
+        return Rung(self.recipe, OFFLOAD) if self._may_offload() else None
+
+    def _may_offload(self) -> bool:
+        import torch
+
+        return self.checkpointing != OFFLOAD and torch.cuda.is_available()
 
     def __str__(self) -> str:
         recipe = self.recipe
         text = f"micro-batch {recipe.micro_batch} x {recipe.accumulation} accumulated"
-        return f"{text}, {'with' if self.checkpointing else 'without'} gradient checkpointing"
+        if recipe.processes > 1:
+            text += f" x {recipe.processes} processes"
+        held = " in host memory" if self.checkpointing == OFFLOAD else ""
+        return f"{text}, {'with' if self.checkpointing else 'without'} gradient checkpointing{held}"
 
 
-def _climb_down(context: StageContext, rows: Rows, held_out: Rows, rung: Rung) -> dict[str, Any]:
+Tried = Callable[[Rung], tuple[dict[str, Any] | None, str]]
+
+
+def _climb_down(rung: Rung, attempt_at: Tried) -> dict[str, Any]:
+    """Metrics of the first rung that fits."""
+    tried: list[str] = []
+    while True:
+        log.info("%d steps of %d rows: %s", rung.recipe.steps, rung.recipe.effective_batch, rung)
+        metrics, why = attempt_at(rung)
+        if metrics is not None:
+            return {**metrics, "did_not_fit": tried}
+        tried.append(f"{rung}: {why}")
+        below = rung.next()
+        if below is None:
+            raise _at_the_bottom(tried)
+        log.warning("%s did not fit (%s): trying %s", rung, why, below)
+        rung = below
+
+
+def _alone(context: StageContext, rows: Rows, held_out: Rows, rung: Rung) -> dict[str, Any]:
     import torch
 
-    planned = context.hints.get("planned_peak_bytes")
-    tried: list[str] = []
     with MemoryTimeline(torch.cuda.is_available()) as timeline:
-        while True:
-            log.info(
-                "%d steps of %d rows: %s", rung.recipe.steps, rung.recipe.effective_batch, rung
-            )
-            metrics, why = _attempt(context, rows, held_out, rung, timeline)
-            if metrics is not None:
-                break
-            tried.append(f"{rung}: {why}")
-            below = rung.next()
-            if below is None:
-                raise _at_the_bottom(tried)
-            log.warning("%s did not fit (%s): trying %s", rung, why, below)
-            rung = below
-    memory = timeline.to_json(planned if isinstance(planned, int) else None)
+        metrics = _climb_down(rung, lambda at: attempt(context, rows, held_out, at, timeline))
+    _write_memory(context, timeline.to_json(None))
+    return metrics
+
+
+def _together(context: StageContext, rung: Rung) -> dict[str, Any]:
+    """One process a GPU; every rung is a fresh set of processes."""
+    from tuneserve.train import launch
+
+    launch.check_gpus(context.run.train.gpus)
+    memory: list[dict[str, Any]] = []
+
+    def attempt_at(rung: Rung) -> tuple[dict[str, Any] | None, str]:
+        metrics, why, found = launch.attempt(context, rung.recipe.micro_batch, rung.checkpointing)
+        memory[:] = found
+        return metrics, why
+
+    metrics = _climb_down(rung, attempt_at)
+    together = of_ranks(memory)
+    _write_memory(context, together)
+    if "peak_reserved_bytes" in together:
+        metrics["peak_gpu_bytes"] = together["peak_reserved_bytes"]
+    return metrics
+
+
+def _write_memory(context: StageContext, memory: dict[str, Any]) -> None:
+    planned = context.hints.get("planned_peak_bytes")
+    memory["planned_peak_bytes"] = planned if isinstance(planned, int) else None
     write_json_atomic(context.out / "memory.json", memory)
     plot_memory(memory, context.out / "memory.png")
-    plot_loss(read_curve(context.out / "loss.jsonl"), context.out / "loss.png")
-    return {**metrics, "did_not_fit": tried}
 
 
-def _attempt(
+def attempt(
     context: StageContext, rows: Rows, held_out: Rows, rung: Rung, timeline: MemoryTimeline
 ) -> tuple[dict[str, Any] | None, str]:
     """Metrics, or why it did not fit. The attempt's memory is free again afterwards."""
     import torch
 
     from tuneserve.lm.hardware import release_memory
+    from tuneserve.train import collective
     from tuneserve.train.attempt import Attempt
 
     def note(phase: str) -> None:
@@ -120,7 +193,8 @@ def _attempt(
             "checkpointing": rung.checkpointing,
             "phase": phase,
         }
-        write_json_atomic(context.work / _RUNG, state)
+        if collective.rank() == 0:
+            write_json_atomic(context.work / _RUNG, state)
 
     limit = None
     if torch.cuda.is_available():
@@ -154,7 +228,7 @@ def _start(context: StageContext, top: Rung) -> Rung:
     except (OSError, ValueError):
         return top
     recipe = top.recipe.with_micro_batch(min(top.recipe.micro_batch, int(state["micro_batch"])))
-    last = Rung(recipe, top.checkpointing or bool(state["checkpointing"]))
+    last = Rung(recipe, state["checkpointing"] or top.checkpointing)
     if state["phase"] != "smoke":  # a kill at another time says nothing about memory
         return last
     below = last.next()

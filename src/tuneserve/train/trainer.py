@@ -23,12 +23,15 @@ from trl import SFTConfig, SFTTrainer
 from tuneserve.config import TrainSection
 from tuneserve.errors import TrainingDiverged
 from tuneserve.lm import fused_head
+from tuneserve.lm.fuse import fuse
 from tuneserve.lm.loss import pad_rows
-from tuneserve.lm.rows import Rows
+from tuneserve.lm.rows import IGNORED, Rows
 from tuneserve.progress import Progress
+from tuneserve.train import collective, zero
 from tuneserve.train.adapter import WEIGHTS, load_adapter, unify_dtype
 from tuneserve.train.checkpoints import seal
-from tuneserve.train.recipe import Recipe, rate_factor
+from tuneserve.train.offload import hold_checkpoints_on_host
+from tuneserve.train.recipe import OFFLOAD, Recipe, rate_factor
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +50,8 @@ class RowTrainer(SFTTrainer):
         train: The run file's section.
         work: Where checkpoints go.
         tokenizer: Saved beside checkpoints; it tokenizes nothing.
-        checkpointing: Recompute activations in the backward pass.
+        checkpointing: Recompute activations in the backward pass; `OFFLOAD`: what is kept for that
+            lies in host memory.
         callback: Watches the steps.
     """
 
@@ -61,15 +65,26 @@ class RowTrainer(SFTTrainer):
         work: Path,
         tokenizer: Any,
         *,
-        checkpointing: bool,
+        checkpointing: bool | str,
         callback: TrainerCallback,
     ) -> None:
-        self._recipe, self._scheduler = recipe, train.lr_scheduler
+        # Routers of experts balance over the tokens that are not padding.
+        config = model.config.get_text_config()
+        self._routes = bool(getattr(config, "output_router_logits", False))
+        self._recipe, self._scheduler, self._zero = recipe, train.lr_scheduler, train.zero > 0
         dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
+        options = _arguments(train, recipe, work, checkpointing=bool(checkpointing))
+        if checkpointing == OFFLOAD:
+            hold_checkpoints_on_host(model)
+        if self._zero:
+            options |= _zero_arguments(train, recipe, model, dtype)
+        arguments = SFTConfig(**options)
+        # A second GPU that the run file does not name stays idle; never DataParallel.
+        arguments._n_gpu = min(arguments.n_gpu, 1)
         # The whole run is one pass over `order`, so that no epoch's end cuts a step short.
         super().__init__(
             model=model,
-            args=_arguments(train, recipe, work, checkpointing=checkpointing),
+            args=arguments,
             train_dataset=Dataset.from_dict({"row": list(order)}),
             data_collator=lambda items: pad_rows(rows, [i["row"] for i in items], _PAD_MULTIPLE),
             processing_class=tokenizer,
@@ -79,9 +94,16 @@ class RowTrainer(SFTTrainer):
         unify_dtype(self.model, dtype)
         # TRL's head also computes entropy and accuracy, which nobody reads here.
         fused_head.add_fused_head(self.model.get_base_model())
+        self._loss_only = fused_head.add_head_loss(self.model.get_base_model())
+        self.fused = fuse(self.model)
         from transformers.trainer_callback import PrinterCallback
 
         self.remove_callback(PrinterCallback)
+
+    @property
+    def shares_optimizer(self) -> bool:
+        """Whether the optimizer's state is spread over the ranks, and made by DeepSpeed alone."""
+        return self._zero
 
     def _get_train_sampler(self, train_dataset: Any = None) -> torch.utils.data.Sampler:
         return torch.utils.data.SequentialSampler(self.train_dataset)
@@ -107,12 +129,55 @@ class RowTrainer(SFTTrainer):
         So a token weighs the same whatever micro-batch it is in. TRL's own method adds three device
         synchronizations a micro-batch, for metrics nobody reads here.
         """
-        out = model(**inputs, fused_lm_head=True)
-        total = out.label_mask.sum() if num_items_in_batch is None else num_items_in_batch
-        loss = -out.log_probs.sum() / torch.as_tensor(total).clamp(min=1)
+        # Padding is on the right, where no token that counts looks: causal attention needs no mask,
+        # and without one its kernel is the fast one, which shares keys among heads.
+        inputs = {k: v for k, v in inputs.items() if k != "attention_mask" or self._routes}
+        if self._loss_only:
+            out = model(**inputs, loss_only=True)
+            loss = out.loss
+        else:
+            out = model(**inputs, fused_lm_head=True)
+            loss = -out.log_probs.sum()
+        total = num_items_in_batch
+        if total is None:
+            total = (inputs["labels"][:, 1:] != IGNORED).sum()
+        loss = loss / torch.as_tensor(total).clamp(min=1)
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
             loss = loss * self.accelerator.num_processes
         return (loss, out) if return_outputs else loss
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        arguments: dict[str, Any] = super()._build_accelerator_args(**kwargs)
+        for handler in arguments["kwargs_handlers"]:  # gradients live in the buckets, once
+            handler.gradient_as_bucket_view = True
+        return arguments
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the adapter on rank 0: under ZeRO-2, too, every rank has all of it."""
+        if self.args.should_save:
+            self._save(output_dir or self.args.output_dir)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self._zero:
+            zero.save_state(self.model, self.model_wrapped.optimizer, Path(output_dir))
+        else:
+            super()._save_optimizer_and_scheduler(output_dir)
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> Any:
+        if not self._zero or resume_from_checkpoint is None:
+            return super()._prepare_for_training(
+                max_steps, train_dataloader, resume_from_checkpoint
+            )
+        # DeepSpeed copies the weights when it wraps the model, so they are loaded before.
+        self._load_from_checkpoint(resume_from_checkpoint)
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+        engine = self.model_wrapped
+        steps = zero.load_state(self.model, engine.optimizer, Path(resume_from_checkpoint))
+        for _ in range(steps):
+            engine.lr_scheduler.step()
+        return prepared
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Checkpoints need none."""
@@ -122,9 +187,11 @@ class RowTrainer(SFTTrainer):
         load_adapter(self.model, Path(resume_from_checkpoint) / WEIGHTS)
 
 
-def _arguments(train: TrainSection, recipe: Recipe, work: Path, *, checkpointing: bool) -> Any:
+def _arguments(
+    train: TrainSection, recipe: Recipe, work: Path, *, checkpointing: bool
+) -> dict[str, Any]:
     cuda = torch.cuda.is_available()
-    return SFTConfig(
+    return dict(
         output_dir=str(work),
         max_steps=recipe.steps,
         per_device_train_batch_size=recipe.micro_batch,
@@ -153,9 +220,25 @@ def _arguments(train: TrainSection, recipe: Recipe, work: Path, *, checkpointing
         remove_unused_columns=False,
         dataloader_pin_memory=cuda,
         disable_tqdm=True,
+        average_tokens_across_devices=True,
+        ddp_find_unused_parameters=False,
+        ddp_broadcast_buffers=False,  # frozen, so the same everywhere
         max_length=None,
         dataset_kwargs={"skip_prepare_dataset": True},
     )
+
+
+def _zero_arguments(
+    train: TrainSection, recipe: Recipe, model: Any, dtype: torch.dtype
+) -> dict[str, Any]:
+    zero.allow_cpus()
+    bf16 = dtype == torch.bfloat16
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return {
+        "deepspeed": zero.configuration(train, recipe, trained=trained, bf16=bf16),
+        "bf16": bf16,  # has to agree with DeepSpeed's configuration
+        "use_cpu": False,  # by which accelerate would leave DeepSpeed out
+    }
 
 
 def optimizer_name(optimizer: str, *, cuda: bool) -> str:
@@ -237,10 +320,13 @@ class Watch(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Seal the checkpoint just written: only now does it count."""
+        collective.wait_for_all()  # each rank wrote its random state
         if state.is_world_process_zero:
             seal(Path(args.output_dir) / f"checkpoint-{state.global_step}")
 
     def _write(self, point: dict[str, Any]) -> None:
+        if collective.rank():
+            return
         with self.curve.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(point) + "\n")
 
