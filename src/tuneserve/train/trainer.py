@@ -273,7 +273,7 @@ class Watch(TrainerCallback):
     evaluate: tuple[int, Callable[[], float]] | None = None
     seconds: list[float] = field(default_factory=list)
     tokens: int = 0
-    _began: float = 0.0
+    _began: float | None = None
 
     def begin(self, step: int) -> None:
         """Count from `step`, the last one that a checkpoint holds."""
@@ -285,8 +285,9 @@ class Watch(TrainerCallback):
         return list(self.order[(step - 1) * size : step * size])
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start the step's clock."""
-        self._began = time.monotonic()
+        """Start the clock, unless it has run since the step before."""
+        if self._began is None:
+            self._began = time.monotonic()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Record a step; called before its checkpoint is written.
@@ -302,7 +303,9 @@ class Watch(TrainerCallback):
             raise self._diverged(step, loss, norm, rate)
         point = {"step": step, "loss": loss, "grad_norm": norm, "learning_rate": rate}
         self._write(point)
-        seconds = time.monotonic() - self._began
+        now = time.monotonic()
+        seconds = now - (self._began or now)
+        self._began = now  # reading the next rows is part of their step
         self.seconds.append(seconds)
         tokens = int(np.sum(self.rows.lengths[self.rows_of(step)]))
         self.tokens += tokens
@@ -314,12 +317,16 @@ class Watch(TrainerCallback):
             return
         every, measure = self.evaluate
         if state.global_step % every == 0:
+            paused = time.monotonic()
             loss = measure()
+            if self._began is not None:
+                self._began += time.monotonic() - paused
             self._write({"step": state.global_step, "eval_loss": loss})
             log.info("held-out loss at step %d: %.4f", state.global_step, loss)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Seal the checkpoint just written: only now does it count."""
+        self._began = None
         collective.wait_for_all()  # each rank wrote its random state
         if state.is_world_process_zero:
             seal(Path(args.output_dir) / f"checkpoint-{state.global_step}")
