@@ -149,6 +149,7 @@ def _quiet_agent() -> None:
     """Its warnings tell of processes by number; what happened is raised as an error of ours."""
     import torch.distributed.elastic.agent.server.local_elastic_agent  # noqa: F401 - makes loggers
 
+    logging.getLogger("torchelastic-events-null").propagate = False
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -176,7 +176,7 @@ class RowTrainer(SFTTrainer):
         engine = self.model_wrapped
         steps = zero.load_state(self.model, engine.optimizer, Path(resume_from_checkpoint))
         for _ in range(steps):
-            engine.lr_scheduler.step()
+            self.lr_scheduler.step()
         return prepared
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
