@@ -15,11 +15,10 @@ from typing import Any
 
 from tuneserve.calls import StageCall, StageResult
 from tuneserve.config import RunFile
-from tuneserve.errors import GateRefused, QuantizeError, RunFileError, ServerError, TuneserveError
+from tuneserve.errors import RunFileError
+from tuneserve.ladder import Execute, check_held_out, release_best
 
 log = logging.getLogger(__name__)
-
-Execute = Callable[[StageCall], StageResult]
 
 
 @dataclass
@@ -65,41 +64,18 @@ def finetune_to_serve(
     base = Path(execute(StageCall("fetch", run)).metrics["path"])
     if (known := unchanged(base)) is not None:
         return known
-    dataset = _id(execute(StageCall("validate", run, base)))
+    validated = execute(StageCall("validate", run, base))
+    check_held_out(run, validated.metrics.get("eval_rows"))
+    dataset = _id(validated)
     hints = execute(StageCall("plan", run, base, {"dataset": dataset})).metrics["hints"]
     adapter = _id(
         execute(StageCall("train", run, base, {"dataset": dataset}, hints=hints["train"]))
     )
     merged, evaluation = _merge_and_evaluate(run, base, dataset, adapter, execute)
     artifacts = {"dataset": dataset, "adapter": adapter, "merged": merged, "evaluation": evaluation}
-    refusals: list[TuneserveError] = []
-    for method in run.quantize.methods:
-        inputs = {"merged": merged, "dataset": dataset, "evaluation": evaluation}
-        try:
-            if method != "none":
-                made = {"merged": merged, "dataset": dataset}
-                quantized = _id(
-                    execute(StageCall("quantize", run, base, made, settings={"method": method}))
-                )
-                inputs["quantized"] = artifacts["quantized"] = quantized
-            call = StageCall("release", run, base, inputs, hints=hints["release"])
-            release = execute(call).metrics
-        except (QuantizeError, GateRefused, ServerError) as error:
-            log.warning("%s was refused: %s", method, error)
-            refusals.append(error)
-            artifacts.pop("quantized", None)
-            continue
-        return PipelineResult(
-            release["endpoint"], release["model"], release["release"], artifacts, release
-        )
-    last = refusals[-1]
-    if len(refusals) == 1 or not any(isinstance(error, GateRefused) for error in refusals):
-        raise last  # no gate was asked: the last failure says what to mend
-    raise GateRefused(
-        f"every export of quantize.methods was refused; the last one: {last.message}",
-        expected=last.expected,
-        hint=last.hint or "see the reports of each; what was serving goes on serving",
-        details={"refused": [error.message for error in refusals]},
+    metrics = release_best(run, base, artifacts, execute, hints["release"])
+    return PipelineResult(
+        metrics["endpoint"], metrics["model"], metrics["release"], artifacts, metrics
     )
 
 

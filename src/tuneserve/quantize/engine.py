@@ -77,6 +77,7 @@ def run_gptqmodel(
     allow_fallback: bool = False,
     trust_remote_code: bool = False,
     batch_size: int | None = None,
+    offload: bool = False,
 ) -> EngineResult:
     """Quantize `model` and save it into the empty folder `out`.
 
@@ -92,6 +93,7 @@ def run_gptqmodel(
         allow_fallback: Let modules that calibration barely reached be rounded to nearest.
         trust_remote_code: Run the model's own code.
         batch_size: First batch to try.
+        offload: Keep what the calibration rows have become in the host's memory, not the GPU's.
 
     Raises:
         QuantizeError: GPTQModel failed (names the layer and modules it was at), a loss is not
@@ -108,6 +110,7 @@ def run_gptqmodel(
     for size in sizes:
         run = _Run(model, out, work, method, bits, group_size, rows, layers, size)
         run.allow_fallback, run.trust_remote_code = allow_fallback, trust_remote_code
+        run.offload = offload
         try:
             # GPTQModel writes a logs/ folder into the working directory.
             with (
@@ -148,6 +151,7 @@ class _Run:
         self.rows, self.layers, self.batch_size = rows, layers, batch_size
         self.allow_fallback = False
         self.trust_remote_code = False
+        self.offload = False
         self.at: tuple[int, list[str]] | None = None
         self.done_layers: set[int] = set()
         self.progress: Progress | None = None
@@ -182,6 +186,8 @@ class _Run:
         }
         if not self.allow_fallback:
             options["fallback"] = None
+        if self.offload and device == "cuda":
+            options["calibration_data_device"] = "cpu"
         if self.method == "gptq":
             config = GPTQConfig(sym=True, desc_act=False, **options)
         else:

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import shutil
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -127,8 +128,10 @@ def export(
     *,
     trust_remote_code: bool = False,
     batch_size: int | None = None,
+    offload: bool = False,
 ) -> QuantizeResult:
     """Fill the empty folder `out`; see `quantize_model`. On an error `out` is not to be used."""
+    clock = _Clock()
     checkpoint = preflight(model, method, section.group_size)
     shapes = quantized_shapes(checkpoint.tensors)
     calibration = choose(
@@ -147,6 +150,8 @@ def export(
         method, section.bits, section.group_size, layers, len(calibration.rows), calibration.tokens,
     )  # fmt: skip
 
+    clock.lap("checks before")
+
     from tuneserve.quantize.engine import run_gptqmodel
 
     engine = run_gptqmodel(
@@ -161,10 +166,14 @@ def export(
         allow_fallback=section.allow_fallback,
         trust_remote_code=trust_remote_code,
         batch_size=batch_size,
+        offload=offload,
     )
+    clock.lap("gptqmodel")
     clean(out, model)
     check_export(out, model, method, section)
+    clock.lap("checks after")
     smoke = _smoke(model, out, method, dataset, section, trust_remote_code=trust_remote_code)
+    clock.lap("comparing losses")
     record.write_log(out, engine.modules)
     written = record.write_record(
         out,
@@ -176,6 +185,8 @@ def export(
         smoke=smoke,
     )
     record.draw_losses(out, engine.modules, f"{method}, group size {section.group_size}")
+    clock.lap("records")
+    log.info("where the time went: %s", clock)
     return _result(method, out, calibration, engine, written, smoke)
 
 
@@ -272,6 +283,22 @@ def _result(
         method, human_bytes(size), human_seconds(engine.seconds), result.worst_module,
     )  # fmt: skip
     return result
+
+
+class _Clock:
+    """Seconds of each step since the one before."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.monotonic()
+
+    def lap(self, name: str) -> None:
+        """The step that ends now."""
+        now = time.monotonic()
+        self.laps[name], self._last = now - self._last, now
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {human_seconds(taken)}" for name, taken in self.laps.items())
 
 
 def _without_paths(scheme: dict[str, Any]) -> dict[str, Any]:

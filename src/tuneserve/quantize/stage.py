@@ -19,5 +19,6 @@ def run(context: StageContext) -> dict[str, Any]:
         context.run.quantize,
         trust_remote_code=context.run.model.trust_remote_code,
         batch_size=context.hints.get("calibration_batch"),
+        offload=bool(context.hints.get("offload")),
     )
     return result.to_json()
