@@ -24,6 +24,7 @@ CARDS = {
     "gpu-32gb.yaml": [31.8],
     "gpu-48gb.yaml": [39.4, 44.9],
     "gpu-80gb.yaml": [79.6, 140.0],
+    "two-gpus.yaml": [22.4, 24.0],
 }
 
 
@@ -36,8 +37,13 @@ def planned(path: Path, gib: float, tmp_path: Path) -> Plan:
     return plan_for(run, base_dir=tmp_path, machine=machine)
 
 
+ALL = sorted(RUNS.rglob("*.y*ml"))
+ON_CPU = [path for path in ALL if load_run_file(path).model.base.startswith("builtin:")]
+
+
 def test_every_shipped_run_file_is_a_case() -> None:
-    assert {path.name for path in RUNS.rglob("*.y*ml")} == {*CARDS, "demo.yaml"}
+    assert {path.name for path in ALL} == {*CARDS, *(path.name for path in ON_CPU)}
+    assert RUNS / "demo.yaml" in ON_CPU
 
 
 @pytest.mark.parametrize(
@@ -49,12 +55,16 @@ def test_fits_on_its_card(name: str, gib: float, tmp_path: Path) -> None:
         plan.stages, True
     )
     assert plan.blue_green_fits
-    assert plan.step.accumulation * plan.step.micro_batch == 16
+    gpus = load_run_file(RUNS / name).train.gpus
+    assert gpus == (2 if name == "two-gpus.yaml" else 1)
+    shared = plan.step.accumulation * plan.step.micro_batch
+    assert shared in (16, 16 // gpus)  # rows of a step, on each card
 
 
-def test_the_demo_fits_without_a_gpu() -> None:
+@pytest.mark.parametrize("path", ON_CPU, ids=lambda path: path.name)
+def test_fits_without_a_gpu(path: Path) -> None:
     """Two cores and 8 GB, a small laptop."""
-    run = load_run_file(RUNS / "demo.yaml")
+    run = load_run_file(path)
     machine = Machine(None, 8 * GIB, 6 * GIB, 20 * GIB, "/store")
     plan = plan_for(run, base_dir=peek_base(run.model), machine=machine)
     assert plan.fits
@@ -81,7 +91,7 @@ def test_the_header_says_what_the_plan_says(name: str, tmp_path: Path) -> None:
         assert words == pytest.approx(value, rel=0.1, abs=1), (name, found)
 
 
-@pytest.mark.parametrize("path", sorted(RUNS.rglob("*.y*ml")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", ALL, ids=lambda path: path.name)
 def test_its_data_is_there(path: Path) -> None:
     run = load_run_file(path)
     assert all(Path(file).is_file() for file in [*run.data.train, *run.data.eval])
