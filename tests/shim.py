@@ -7,15 +7,23 @@ the file `behave.json` beside the data says, and notes in `executed.log` that it
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import http.server
 import json
 import os
+import shutil
 import signal
+import socketserver
 import stat
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tuneserve.calls import StageCall, StageResult
 from tuneserve.config import RunFile
 from tuneserve.runfile import parse_run
 
@@ -59,6 +67,28 @@ def executed(folder: Path) -> list[str]:
     return log.read_text().split() if log.exists() else []
 
 
+def in_process(call: StageCall) -> StageResult:
+    """Run a stage as a child would, here: for tests about what comes before and after it."""
+    from tuneserve import child, stages
+    from tuneserve.artifacts import artifact_id
+
+    spec = dataclasses.replace(stages.STAGES[call.stage], entry="shim:behave")
+    request: dict[str, Any] = {**call.to_json(), "store": str(call.store.root), "id": None}
+    request.update(key=None, sources=call.sources())
+    if spec.makes:
+        request["key"] = call.key()
+        request["id"] = artifact_id(spec.makes, request["key"])
+    arguments, sys.argv = sys.argv, ["", "stage", call.stage]
+    try:
+        result = child._run(spec, request)
+    finally:
+        sys.argv = arguments
+    path = str(call.store.root / request["id"]) if spec.makes else None
+    return StageResult(
+        call.stage, result["metrics"], request["id"], path, bool(result.get("cached")), 0.1
+    )
+
+
 def behave(context: Any) -> dict[str, Any]:
     """Do what was asked; the metrics hold what the pipeline reads of any stage."""
     from tuneserve.errors import DataError, GateRefused, HubError
@@ -77,6 +107,12 @@ def behave(context: Any) -> dict[str, Any]:
             raise DataError("data.jsonl:1:1: found x", expected="y", hint="mend it")
         case "refuse":
             raise GateRefused("served loss 9.0", expected="below 1.0", hint="see the report")
+        case "worse":
+            gate = {"passed": False, "found": "2.5", "wanted": "below 1.0", "decision": "refused"}
+            details = {"losses": {"base": 3.0, "served": 2.5}, "gates": [{"name": "loss", **gate}]}
+            raise GateRefused("served loss 2.5", expected="below 1.0", hint="-", details=details)
+        case "promote":
+            return _promote(context)
         case "refuse gptq":
             if "gptq" in context.inputs["quantized"].manifest["key"]["settings"].values():
                 raise GateRefused("gptq is worse", hint="see the report")
@@ -99,6 +135,8 @@ def behave(context: Any) -> dict[str, Any]:
             (context.out / "result.txt").write_text("done")
         case "hang":
             _hang(settings)
+        case "hang alone":
+            signal.pause()
     return {
         "rows": 3,
         "path": context.run.model.base,
@@ -108,6 +146,91 @@ def behave(context: Any) -> dict[str, Any]:
         "model": "default",
         "release": "r1",
     }
+
+
+def _promote(context: Any) -> dict[str, Any]:
+    """Switch the served name to a new release, in the real release state."""
+    from tuneserve.release import state
+    from tuneserve.release.layout import layout, point
+
+    places, name = layout(), context.run.serve.name
+    model = context.inputs.get("quantized") or context.inputs["merged"]
+    with state.change(places) as known:
+        record = known.find(name, model.id) or known.add(name, model.id, str(model.path), model.id)
+        record.proven = True
+        record.report = {"losses": {"base": 3.0, "served": 0.5}, "gates": []}
+        entry = known.names.setdefault(name, state.Name())
+        if entry.active:
+            until = {"since": entry.since, "until": state.now()}
+            entry.history.append({"release": entry.active, **until})
+        entry.active, entry.since, known.default = record.id, state.now(), name
+    point(places.name_link(name), f"../r/{record.id}")
+    gate = {"name": "loss", "passed": True, "found": "0.5", "wanted": "below 1.0"}
+    return {
+        "endpoint": "http://127.0.0.1:1/v1",
+        "model": name,
+        "release": record.id,
+        "losses": {"base": 3.0, "served": 0.5},
+        "gates": [{**gate, "decision": "passed"}],
+        "reused": False,
+    }
+
+
+class _Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("X-Tuneserve-Release", self.server.release)  # type: ignore[attr-defined]
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def address_string(self) -> str:
+        return "socket"
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def healthy_server(release: str) -> Iterator[None]:
+    """Answer /health at the socket of a release of this TUNESERVE_HOME."""
+    from tuneserve.release.layout import layout
+
+    path = layout().socket(release)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with socketserver.ThreadingUnixStreamServer(str(path), _Health) as server:
+        server.release = release  # type: ignore[attr-defined]
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        yield
+        server.shutdown()
+    shutil.rmtree(path.parent)
+
+
+class Webhook:
+    """An HTTP server that keeps what was posted to it; `status` is what it answers."""
+
+    def __init__(self) -> None:
+        self.heard: list[dict[str, Any]] = []
+        self.status = 200
+        hook = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                hook.heard.append(json.loads(body))
+                self.send_response(hook.status)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}/services/s3cret"
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
 
 
 def _hang(settings: Any) -> None:
@@ -123,8 +246,6 @@ def _hang(settings: Any) -> None:
 
 
 if __name__ == "__main__":
-    import dataclasses
-
     from tuneserve import stages
     from tuneserve.__main__ import main
 

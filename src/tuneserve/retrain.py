@@ -128,7 +128,7 @@ def _accounted(run: RunFile, execute: Execute, runs: Runs, record: RunRecord) ->
             result = execute(replace(call, deadline=deadline))
         finally:
             spent = time.monotonic() - started
-            record.seconds[call.stage] = round(record.seconds.get(call.stage, 0.0) + spent, 1)
+            record.seconds[call.stage] = round(record.seconds.get(call.stage, 0.0) + spent, 3)
         if result.artifact:
             record.artifacts[str(call.spec.makes)] = result.artifact
             record.used.append(result.artifact)

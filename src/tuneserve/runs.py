@@ -28,8 +28,8 @@ _SETTLED = ("promoted", "confirmed", "refused")
 
 
 def now() -> str:
-    """The time as records keep it: UTC, ISO 8601, whole seconds."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
+    """The time as records keep it: UTC, ISO 8601, milliseconds."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 @dataclass
@@ -89,10 +89,12 @@ class Runs:
         return sorted(found, key=lambda record: (record.started, record.id))
 
     def last_settled(self, served: str) -> RunRecord | None:
-        """The latest run under a served name that the same inputs would only repeat."""
-        mine = (r for r in self.all() if r.served == served and r.state in (*_SETTLED, "failed"))
-        last = max(mine, key=lambda record: record.ended or "", default=None)
-        return last if last and last.state in _SETTLED else None
+        """The latest run under a served name that the same inputs would only repeat.
+
+        A failed run in between does not count: what it was about is tried again anyway.
+        """
+        mine = (r for r in self.all() if r.served == served and r.state in _SETTLED)
+        return max(mine, key=lambda record: record.ended or "", default=None)
 
     def save(self, record: RunRecord) -> None:
         """Replace the record on disk."""

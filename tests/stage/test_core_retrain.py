@@ -1,0 +1,215 @@
+"""Runs that nobody watches: what is repeated, what it may cost, who hears."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shim import Webhook, executed, healthy_server, in_process, run_file
+from tuneserve.calls import StageCall, StageResult
+from tuneserve.config import RunFile
+from tuneserve.errors import BudgetSpent, DataError, GateRefused, StageTimeout
+from tuneserve.pipeline import PipelineResult
+from tuneserve.process import run_stage
+from tuneserve.release import state
+from tuneserve.release.layout import layout
+from tuneserve.retrain import retrain
+from tuneserve.runs import Runs
+
+ORDER = ["fetch", "validate", "plan", "train", "merge", "evaluate", "quantize:gptq", "release"]
+
+
+class House:
+    """A run file with shim stages, a webhook, and what the stages are told."""
+
+    def __init__(self, folder: Path, base: Path, hook: Webhook) -> None:
+        self.folder, self.base, self.hook = folder, base, hook
+        self.tell(release="promote")
+
+    def tell(self, **stages: str) -> None:
+        (self.folder / "behave.json").write_text(json.dumps(stages))
+
+    def run_file(self, **changes: Any) -> RunFile:
+        everything = ["promoted", "refused", "failed", "unchanged"]
+        return run_file(
+            self.folder,
+            **{
+                "model": {"base": str(self.base)},
+                "merge": {"base": "original"},
+                "notify": {"url_env": "TUNESERVE_TEST_HOOK", "events": everything},
+                **changes,
+            },
+        )
+
+    def run_in_children(self, **changes: Any) -> PipelineResult:
+        return retrain(self.run_file(**changes), execute)
+
+    def run(self, *, force: bool = False, **changes: Any) -> PipelineResult:
+        return retrain(self.run_file(**changes), in_process, force=force)
+
+    @property
+    def events(self) -> list[str]:
+        return [said["event"] for said in self.hook.heard]
+
+
+def execute(call: StageCall) -> StageResult:
+    return run_stage(call, log_line=lambda line: None)
+
+
+@pytest.fixture
+def house(tmp_path: Path, pico_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[House]:
+    hook = Webhook()
+    monkeypatch.setenv("TUNESERVE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("TUNESERVE_TEST_HOOK", hook.url)
+    monkeypatch.setattr("tuneserve.notify._FIRST_PAUSE_SECONDS", 0.01)
+    yield House(tmp_path, pico_model, hook)
+    hook.close()
+
+
+def test_nothing_new_is_nothing_to_do_in_seconds(house: House) -> None:
+    first = house.run()
+    assert executed(house.folder) == ORDER and first.outcome == "promoted"
+    with healthy_server(first.release):
+        started = time.monotonic()
+        again = house.run()
+        assert time.monotonic() - started < 10
+        assert again.outcome == "unchanged" and again.release == first.release
+        assert f"{first.release} serves" in again.note and again.endpoint == first.endpoint
+        assert executed(house.folder)[len(ORDER) :] == ["fetch"]
+        assert house.events == ["promoted", "unchanged"]
+        forced = house.run(force=True)
+        assert forced.outcome == "promoted"
+        assert executed(house.folder)[len(ORDER) + 1 :] == ["fetch", "plan", "release"]
+        other_rank = house.run(train={"lora": {"r": 4}})  # another setting is something to do
+        assert other_rank.outcome == "promoted"
+        assert executed(house.folder)[-6:] == ["plan", *ORDER[3:]]
+
+
+def test_a_dead_server_is_something_to_do(house: House) -> None:
+    house.run()
+    house.run()
+    assert executed(house.folder)[len(ORDER) :] == ["fetch", "plan", "release"]
+
+
+def test_new_data_is_something_to_do_and_what_it_does_not_touch_is_not(house: House) -> None:
+    first = house.run()
+    (house.folder / "data.jsonl").write_text('{"messages": [1]}\n')
+    with healthy_server(first.release):
+        second = house.run()
+    assert second.outcome == "promoted" and second.release != first.release
+    assert executed(house.folder)[len(ORDER) :] == ORDER
+    run = house.run_file(quantize={"methods": ["none"]})
+    retrain(run, in_process)
+    assert executed(house.folder)[2 * len(ORDER) :] == ["fetch", "plan", "release"]
+
+
+def test_what_somebody_rolled_back_is_not_promoted_again(house: House) -> None:
+    first = house.run()
+    (house.folder / "data.jsonl").write_text('{"messages": [1]}\n')
+    second = house.run()
+    with state.change(layout()) as known:
+        known.names["default"].active = first.release
+    again = house.run()
+    assert again.outcome == "unchanged"
+    assert f"{first.release} was put in place of {second.release}" in again.note
+    assert state.read(layout()).names["default"].active == first.release
+
+
+def test_a_refused_model_is_told_once_and_not_judged_again(house: House) -> None:
+    champion = house.run()
+    (house.folder / "data.jsonl").write_text('{"messages": [1]}\n')
+    house.tell(release="worse")
+    with pytest.raises(GateRefused, match=r"served loss 2\.5"):
+        house.run()
+    said = house.hook.heard[-1]
+    assert said["event"] == "refused" and said["losses"] == {"base": 3.0, "served": 2.5}
+    assert "loss: REFUSED (found 2.5, wanted below 1.0)" in said["text"]
+    assert state.read(layout()).names["default"].active == champion.release
+    before = len(executed(house.folder))
+    again = house.run()
+    assert again.outcome == "unchanged" and "whose model was refused" in again.note
+    assert executed(house.folder)[before:] == ["fetch"]
+    # Another threshold is another judgement.
+    house.tell(release="promote")
+    assert house.run(gates={"eval_rows": 65}).outcome == "promoted"
+
+
+def test_a_failure_is_told_with_its_stage_and_leaves_nothing(house: House) -> None:
+    house.tell(validate="data error")
+    with pytest.raises(DataError):
+        house.run()
+    (said,) = house.hook.heard
+    assert said["event"] == "failed" and said["stage"] == "validate"
+    assert "data.jsonl:1:1: found x" in said["text"] and "failed during validate" in said["text"]
+    (record,) = Runs().all()
+    assert record.state == "failed" and record.ended
+    assert [p for p in (house.folder / "store").iterdir() if not p.name.startswith(".")] == []
+
+
+def test_the_notification_says_what_the_gates_found(house: House) -> None:
+    result = house.run()
+    (said,) = house.hook.heard
+    assert said["event"] == "promoted" and said["release"] == result.release
+    assert (
+        said["gates"][0]["passed"] and "held-out loss: base 3.0000, served 0.5000" in said["text"]
+    )
+    assert said["artifacts"]["dataset"].startswith("dataset-")
+    assert "loss: passed (found 0.5, wanted below 1.0)" in said["text"]
+
+
+@pytest.mark.parametrize(("status", "tries"), [(500, 3), (404, 1)])
+def test_a_webhook_that_refuses_changes_nothing_and_its_address_stays_secret(
+    house: House, status: int, tries: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    house.hook.status = status
+    with caplog.at_level(logging.INFO):
+        assert house.run().outcome == "promoted"
+    assert len(house.hook.heard) == tries
+    assert f"did not take the notification: status {status}" in caplog.text
+    assert "s3cret" not in caplog.text
+    manifests = "".join(p.read_text() for p in house.folder.rglob("manifest.json"))
+    assert "s3cret" not in manifests and "TUNESERVE_TEST_HOOK" in manifests
+
+
+def test_a_budget_ends_the_stage_that_exceeds_it(house: House) -> None:
+    house.tell(train="hang alone")
+    with pytest.raises(BudgetSpent, match="used up in stage train") as caught:
+        house.run_in_children(budget={"max_seconds": 5})
+    assert "resumes at its last checkpoint" in caught.value.hint
+    assert executed(house.folder) == ORDER[:4]
+    (record,) = Runs().all()
+    assert record.state == "failed" and record.stage == "train"
+    house.tell(release="promote")  # what was finished is not done again
+    house.run(budget={"max_seconds": 600})
+    assert executed(house.folder)[4:] == ["fetch", *ORDER[2:]]
+
+
+def test_gpu_hours_count_every_card(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,8")
+    seen: list[float | None] = []
+
+    def noting(call: StageCall) -> StageResult:
+        seen.append(call.deadline)
+        return in_process(call)
+
+    before = time.time()
+    retrain(house.run_file(budget={"max_gpu_hours": 0.5}), noting)
+    assert seen[0] is not None and abs(seen[0] - before - 900) < 5  # half an hour over two cards
+    assert set(seen) == {seen[0]}
+    (record,) = Runs().all()
+    assert record.gpus == 2 and record.seconds["train"] > 0
+
+
+def test_the_limit_of_one_stage_is_not_the_budget(house: House) -> None:
+    house.tell(train="hang alone")
+    run = house.run_file(budget={"max_seconds": 600})
+    engine = run.engines.train.model_copy(update={"max_seconds": 2})
+    run = run.model_copy(update={"engines": run.engines.model_copy(update={"train": engine})})
+    with pytest.raises(StageTimeout, match="longer than 2 s"):
+        retrain(run, execute)
