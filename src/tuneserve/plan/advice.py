@@ -97,8 +97,12 @@ def _smaller_steps(step: Step) -> Iterator[tuple[str, str, Step, str]]:
     if step.gpu and step.optimizer != "paged_adamw_8bit":
         smaller = replace(step, optimizer="paged_adamw_8bit")
         yield "train.optimizer", "paged_adamw_8bit", smaller, "the same result"
+    if step.gpus > 1 and not (step.quantized or step.zero or step.dora):
+        smaller = replace(step, zero=2)
+        yield "train.zero", "2", smaller, "optimizer state and gradients in shares"
     if not step.quantized:
-        yield "train.method", "qlora", replace(step, quantized=True), "a base in 4 bits"
+        smaller = replace(step, quantized=True, zero=0)
+        yield "train.method", "qlora", smaller, "a base in 4 bits"
     if step.whole_weights:
         smaller = replace(step, whole_weights=0)
         yield "train.lora.modules_to_save", "[]", smaller, "embedding and head stay as they are"

@@ -28,6 +28,7 @@ from tuneserve.plan.later import (
 from tuneserve.plan.machine import Machine, look
 from tuneserve.plan.memory import Peak, Step, train_peak, with_micro_batch
 from tuneserve.plan.rows import DataShape, data_shape_from_metrics
+from tuneserve.plan.several import Ways, ways
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ class Plan:
     download_bytes: int
     advice: tuple[Advice, ...] = ()
     warnings: tuple[str, ...] = field(default=())
+    several: Ways | None = None
 
     @property
     def disk_bytes(self) -> int:
@@ -122,6 +124,8 @@ class Plan:
                 "gradient_accumulation": self.step.accumulation,
                 "longest_row_tokens": self.step.length,
                 "while_serving": self.trains_while_serving,
+                "gpus": self.step.gpus,
+                "several_gpus": self.several.to_json() if self.several else None,
             },
             "serve": {
                 "max_model_len": self.serving.max_model_len,
@@ -175,9 +179,13 @@ def plan_for(
     """
     arch = _read_arch(base_dir)
     data = data or data_shape_from_metrics(dataset_metrics)
-    machine = machine or look(store_root(run.store.root), gpu_memory_bytes=gpu_memory_bytes)
+    machine = machine or look(
+        store_root(run.store.root),
+        gpu_memory_bytes=gpu_memory_bytes,
+        gpus=max(run.train.gpus, run.serve.tensor_parallel),
+    )
     on_gpu = machine.gpu is not None
-    found = problems(run, arch, data, gpu=on_gpu)
+    found = problems(run, arch, data, gpu=on_gpu, gpus=machine.gpus)
     if found:
         raise RunFileError(
             f"run {run.name} cannot work as it is:\n  " + "\n  ".join(found),
@@ -229,6 +237,7 @@ def plan_for(
         download_bytes=0 if has_weights else 2 * arch.weights,
         advice=tuple(advice),
         warnings=tuple(warnings(run, arch, data, gpu=on_gpu)),
+        several=ways(arch, step, room.train, constants),
     )
 
 
@@ -280,6 +289,7 @@ def _choose_step(
     on_gpu = machine.gpu is not None
     element = 2 if on_gpu or machine.cpu_bf16 else 4
     batch = min(train.effective_batch, data.rows) if data else train.effective_batch
+    batch = max(batch // train.gpus, 1)  # of each GPU
     vocabulary = sum(
         arch.vocab * arch.hidden
         for name in train.lora.modules_to_save
@@ -301,6 +311,8 @@ def _choose_step(
         element_bytes=element,
         adapter_element_bytes=element,
         gpu=on_gpu,
+        gpus=train.gpus,
+        zero=train.zero,
     )
     wanted = train.micro_batch
     limit = batch if wanted == "auto" else min(wanted, batch)

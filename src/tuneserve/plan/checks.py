@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 from tuneserve.config import RunFile
+from tuneserve.parallel import ServedShape, tensor_parallel_problems
 from tuneserve.plan.arch import Arch, Linear
 from tuneserve.plan.rows import DataShape
 
@@ -30,14 +31,25 @@ _HEAD_NAMES = ("lm_head", "embed_out")
 _EMBEDDING_NAMES = ("embed_tokens", "wte", "word_embeddings")
 
 
-def problems(run: RunFile, arch: Arch, data: DataShape | None, *, gpu: bool) -> list[str]:
-    """Everything that would fail later, as sentences that begin with the field to mend."""
+def problems(
+    run: RunFile, arch: Arch, data: DataShape | None, *, gpu: bool, gpus: int | None = None
+) -> list[str]:
+    """Everything that would fail later, as sentences that begin with the field to mend.
+
+    Args:
+        run: The run file.
+        arch: The base.
+        data: The data set, where known.
+        gpu: Whether there is a GPU, or one is supposed.
+        gpus: How many there are; None: not known.
+    """
     return [
         *_adapter_problems(run, arch),
         *_length_problems(run, arch, data),
         *_quantize_problems(run, arch, data, gpu=gpu),
         *_serve_problems(run, data),
         *_kernel_problems(run, gpu=gpu),
+        *_several_problems(run, arch, gpu=gpu, gpus=gpus),
     ]
 
 
@@ -173,6 +185,38 @@ def _kernel_problems(run: RunFile, *, gpu: bool) -> list[str]:
     return []
 
 
+def _several_problems(run: RunFile, arch: Arch, *, gpu: bool, gpus: int | None) -> list[str]:
+    found = []
+    train, parts = run.train, run.serve.tensor_parallel
+    if gpu and gpus is not None and train.gpus > gpus:
+        found.append(f"train.gpus: {train.gpus}, and this machine shows {gpus}")
+    if train.zero and not _installed("deepspeed", run.engines.train.python):
+        found.append(
+            "train.zero: 2 needs DeepSpeed, which is not installed; `make venv` installs it, or "
+            "set train.zero: 0"
+        )
+    if parts == 1:
+        return found
+    if not gpu:
+        found.append(f"serve.tensor_parallel: {parts} needs as many GPUs, and there is none")
+    elif gpus is not None and parts > gpus:
+        found.append(f"serve.tensor_parallel: {parts}, and this machine shows {gpus} GPUs")
+    four_bit = any(method != "none" for method in run.quantize.methods)
+    shape = ServedShape(
+        arch.heads,
+        arch.key_value_heads,
+        arch.head_dim,
+        arch.inner,
+        arch.vocab,
+        run.quantize.group_size if four_bit else None,
+    )
+    return found + tensor_parallel_problems(parts, shape)
+
+
+def _installed(name: str, elsewhere: str | None) -> bool:
+    return elsewhere is not None or importlib.util.find_spec(name) is not None
+
+
 def warnings(run: RunFile, arch: Arch, data: DataShape | None, *, gpu: bool) -> list[str]:
     """What works, but perhaps not as expected."""
     found = []
@@ -184,6 +228,10 @@ def warnings(run: RunFile, arch: Arch, data: DataShape | None, *, gpu: bool) -> 
     if arch.experts:
         found.append(
             f"{arch.experts} experts a block: memory is planned as if all of them were dense"
+        )
+    if run.train.gpus > 1 and not gpu:
+        found.append(
+            f"train.gpus: {run.train.gpus}, and there is no GPU: as many processes share the CPU"
         )
     if data is not None and data.rows < run.train.effective_batch:
         found.append(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tuneserve.config import RunFile
+from tuneserve.parallel import key_value_share
 from tuneserve.plan.arch import Arch, lora_weights
 from tuneserve.plan.constants import DEFAULT, Constants, quantized_bytes
 from tuneserve.plan.memory import Peak, Step
@@ -26,8 +27,8 @@ class Serving:
     """What one server takes.
 
     Attributes:
-        kv_cache_bytes: Room for `concurrent_chats` of full length.
-        peak: One server.
+        kv_cache_bytes: Room for `concurrent_chats` of full length, on each of its GPUs.
+        peak: One server, of each of its GPUs.
     """
 
     max_model_len: int
@@ -113,10 +114,17 @@ def kv_cache_bytes(arch: Arch, length: int, chats: int) -> int:
 def serving(
     arch: Arch, run: RunFile, length: int, *, gpu: bool, constants: Constants = DEFAULT
 ) -> Serving:
-    """One server with room for `serve.max_concurrent_chats` chats of `length` tokens."""
+    """One server with room for `serve.max_concurrent_chats` chats of `length` tokens.
+
+    Spread over several GPUs (`serve.tensor_parallel`), it is the share of one of them.
+    """
     chats = run.serve.max_concurrent_chats
-    cache = kv_cache_bytes(arch, length, chats)
-    parts = {"weights": served_weight_bytes(arch, run), "KV cache": cache}
+    gpus = run.serve.tensor_parallel
+    # Of each GPU; vLLM takes the size of its KV cache so as well.
+    share = key_value_share(gpus, arch.key_value_heads)
+    cache = int(share * kv_cache_bytes(arch, length, chats))
+    weights = served_weight_bytes(arch, run)
+    parts = {"weights": -(-weights // gpus), "KV cache": cache}
     if gpu:
         parts["context, graphs, activations"] = constants.server_gpu_bytes
     else:

@@ -54,7 +54,12 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """Everything a plan compares its predictions with. Sizes in bytes."""
+    """Everything a plan compares its predictions with. Sizes in bytes.
+
+    Attributes:
+        gpu: The card that decides: of those that training shares, the fullest.
+        gpus: How many cards there are; None where a card is only supposed.
+    """
 
     gpu: Gpu | None
     ram_total_bytes: int
@@ -63,6 +68,7 @@ class Machine:
     disk_path: str
     cpu_bf16: bool = True
     supposed: bool = field(default=False)
+    gpus: int | None = None
 
     @property
     def device(self) -> str:
@@ -70,18 +76,20 @@ class Machine:
         return self.gpu.name if self.gpu else "CPU"
 
 
-def look(disk: Path, *, gpu_memory_bytes: int | None = None) -> Machine:
-    """This machine; with `gpu_memory_bytes` as if it had an empty card of that size.
+def look(disk: Path, *, gpu_memory_bytes: int | None = None, gpus: int = 1) -> Machine:
+    """This machine; with `gpu_memory_bytes` as if it had empty cards of that size.
 
     Args:
         disk: Where artifacts go; it need not exist yet.
         gpu_memory_bytes: Size of a card to suppose.
+        gpus: Cards that share the work.
     """
     total, free = memory()
     existing = disk
     while not existing.exists():
         existing = existing.parent
-    gpu = first_gpu() if gpu_memory_bytes is None else None
+    cards = visible_cards() if gpu_memory_bytes is None else []
+    gpu = min(cards[:gpus], key=lambda card: card.free_bytes, default=None)
     if gpu_memory_bytes is not None:
         name = f"a {gpu_memory_bytes / 2**30:.0f} GiB GPU"
         gpu = Gpu(name, gpu_memory_bytes, gpu_memory_bytes)
@@ -93,27 +101,33 @@ def look(disk: Path, *, gpu_memory_bytes: int | None = None) -> Machine:
         str(disk),
         has_bf16(),
         supposed=gpu_memory_bytes is not None,
+        gpus=None if gpu_memory_bytes is not None else len(cards),
     )
 
 
 def first_gpu(environment: Mapping[str, str] = os.environ) -> Gpu | None:
     """The card that CUDA would take first, by `nvidia-smi`; None where there is none."""
+    return next(iter(visible_cards(environment)), None)
+
+
+def visible_cards(environment: Mapping[str, str] = os.environ) -> list[Gpu]:
+    """The cards that CUDA would show, in its order, by `nvidia-smi`."""
     rows = _smi("--query-gpu=index,uuid,name,memory.total,memory.free")
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        first = visible.split(",")[0].strip()
-        rows = [r for r in rows if first and (r[0] == first or r[1].startswith(first))]
+        wanted = [name.strip() for name in visible.split(",") if name.strip()]
+        rows = [r for name in wanted for r in rows if r[0] == name or r[1].startswith(name)]
     if not rows:
-        return None
-    _, uuid, name, total, free = rows[0]
-    processes = tuple(
-        GpuProcess(int(pid), Path(path).name or path, _mib(used), _is_ours(int(pid)))
-        for owner, pid, path, used in _smi(
-            "--query-compute-apps=gpu_uuid,pid,process_name,used_memory"
-        )
-        if owner == uuid
-    )
-    return Gpu(name, _mib(total), _mib(free), processes)
+        return []
+    held = _smi("--query-compute-apps=gpu_uuid,pid,process_name,used_memory")
+    return [
+        Gpu(name, _mib(total), _mib(free), tuple(_process(*p) for o, *p in held if o == uuid))
+        for _, uuid, name, total, free in rows
+    ]
+
+
+def _process(pid: str, path: str, used: str) -> GpuProcess:
+    return GpuProcess(int(pid), Path(path).name or path, _mib(used), _is_ours(int(pid)))
 
 
 def _mib(text: str) -> int:

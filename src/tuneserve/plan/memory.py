@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from tuneserve.plan import several
 from tuneserve.plan.arch import Arch, Linear, lora_weights
 from tuneserve.plan.constants import DEFAULT, NF4_BYTES, NF4_DOUBLE_BYTES, Constants
 
@@ -38,6 +39,8 @@ class Step:
         kernels: `plain` transformers modules, or Liger's fused norms and gate.
         compiled: Blocks under torch.compile, which keep one hidden state more.
         element_bytes: Of weights and activations: 2, or 4 on a CPU without bf16 instructions.
+        gpus: Processes that share a step, each with `micro_batch` x `accumulation` rows.
+        zero: 2 when they share gradients and optimizer state as well.
     """
 
     micro_batch: int
@@ -59,6 +62,8 @@ class Step:
     element_bytes: int = 2
     adapter_element_bytes: int = 2
     gpu: bool = True
+    gpus: int = 1
+    zero: int = 0
 
     @property
     def tokens(self) -> int:
@@ -113,12 +118,15 @@ def _resident(arch: Arch, step: Step) -> dict[str, float]:
         "weights: norms and biases": arch.other_weights * step.element_bytes,
         "adapters": adapters,
         "modules trained whole": whole * step.element_bytes,
-        "optimizer": (trained + whole) * _optimizer_bytes(step),
+        "optimizer": (trained + whole) * _optimizer_bytes(step) / (step.gpus if step.zero else 1),
+        **several.exchange_bytes(step, trained + whole),
     }
 
 
 def _optimizer_bytes(step: Step) -> float:
     """Bytes of state per trained parameter."""
+    if step.zero:
+        return several.zero_bytes(step)
     if step.optimizer == "adamw_8bit":  # two 8-bit moments, each with a float32 scale per 256
         return 2 * (1 + 4 / 256)
     if step.optimizer == "paged_adamw_8bit":  # in unified memory, which gives way to the step
@@ -149,7 +157,9 @@ def _transient(arch: Arch, step: Step, constants: Constants) -> dict[str, float]
         parts["gradients inside the MLP"] = gradients
         parts["dequantization buffer"] = buffer
     parts["hidden states and their gradients"] = constants.edge_tensors * hidden_state
-    if step.accumulation > 1:  # of the micro-batches before this one
+    if step.zero or step.gpus > 1:
+        parts["gradients"] = several.gradient_bytes(step, gradient)
+    elif step.accumulation > 1:  # of the micro-batches before this one
         parts["gradients"] = gradient
     else:  # gradients grow while activations go; they matter only where there are few of these
         parts["gradients"] = max(0.0, gradient - kept)

@@ -28,7 +28,9 @@ def table(plan: Plan) -> str:
         + (f"; download {human_bytes(plan.download_bytes)}" if plan.download_bytes else ""),
         "",
         f"train: {plan.step.micro_batch} rows of up to {plan.step.length} tokens a pass, "
-        f"{plan.step.accumulation} passes a step",
+        f"{plan.step.accumulation} passes a step"
+        + (f" on each of {plan.step.gpus} GPUs" if plan.step.gpus > 1 else ""),
+        *(plan.several.lines() if plan.several else []),
         f"serve: {plan.serving.concurrent_chats} chats of {plan.serving.max_model_len} tokens, "
         f"KV cache {human_bytes(plan.serving.kv_cache_bytes)}; two servers at once "
         + ("fit" if plan.blue_green_fits else "do not fit (serve.rollout: hold stops one first)"),
