@@ -75,6 +75,9 @@ def main() -> None:
         base = root / f"base-{options.shape}"
         if not base.is_dir():
             _make_base(base, options.shape)
+        if options.make_only:
+            return
+        _instrument(options)
         result = _train(root, base, options)
     finally:
         if not options.folder:
@@ -92,11 +95,70 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--length", type=int, default=2048, help="tokens a row")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--no-checkpointing", action="store_true")
     parser.add_argument("--optimizer", default="adamw_8bit")
     parser.add_argument("--attention", default="sdpa")
+    parser.add_argument("--checkpointing", choices=("true", "false", "offload"), default="true")
     parser.add_argument("--folder", help="keep weights here, and use those that are there")
+    parser.add_argument("--make-only", action="store_true", help="make the weights, no more")
+    parser.add_argument("--turn", type=Path, help="folder: wait for --of others, then train alone")
+    parser.add_argument("--of", type=int, default=1, help="processes that take turns")
+    parser.add_argument("--profile", type=Path, help="write what one step spends its time on")
     return parser.parse_args()
+
+
+def _instrument(options: argparse.Namespace) -> None:
+    """Take turns on the GPU, and profile a step: hooks around the product's own functions."""
+    from tuneserve.train import attempt, trainer
+
+    smoke = attempt.smoke_step
+
+    def in_turn(*arguments: Any, **named: Any) -> None:
+        _wait_for_turn(options.turn, options.of)
+        smoke(*arguments, **named)
+
+    if options.turn:
+        attempt.smoke_step = in_turn
+    if options.profile:
+        import torch
+
+        profiler = torch.profiler.profile()
+        begin, end = trainer.Watch.on_step_begin, trainer.Watch.on_step_end
+
+        def on_step_begin(self: Any, args: Any, state: Any, control: Any, **more: Any) -> None:
+            if state.global_step == options.steps - 1:
+                profiler.start()
+            begin(self, args, state, control, **more)
+
+        def on_step_end(self: Any, args: Any, state: Any, control: Any, **more: Any) -> None:
+            end(self, args, state, control, **more)
+            if state.global_step == options.steps:
+                profiler.stop()
+                averages = profiler.key_averages()
+                key = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+                text = averages.table(sort_by=key, row_limit=45, max_name_column_width=70)
+                text += averages.table(sort_by="self_cpu_time_total", row_limit=25)
+                options.profile.write_text(text, encoding="utf-8")
+
+        trainer.Watch.on_step_begin, trainer.Watch.on_step_end = on_step_begin, on_step_end
+
+
+_LOCK: list[Any] = []
+
+
+def _wait_for_turn(folder: Path, of: int) -> None:
+    """Until all have loaded, then until nobody else trains; the lock goes with the process."""
+    import fcntl
+    import os
+    import time
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"ready-{os.getpid()}").touch()
+    until = time.monotonic() + 150
+    while len(list(folder.glob("ready-*"))) < of and time.monotonic() < until:
+        time.sleep(0.05)
+    lock = (folder / "lock").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    _LOCK.append(lock)
 
 
 def _make_base(folder: Path, shape: str) -> None:
@@ -164,7 +226,9 @@ def _train(root: Path, base: Path, options: argparse.Namespace) -> dict[str, Any
         "lora": {"r": options.rank, "alpha": 2 * options.rank, "target_modules": targets},
         "effective_batch": effective,
         "max_steps": options.steps,
-        "gradient_checkpointing": not options.no_checkpointing,
+        "gradient_checkpointing": {"true": True, "false": False}.get(
+            options.checkpointing, options.checkpointing
+        ),
         "optimizer": options.optimizer,
         "attention": options.attention,
         "save_steps": 10**6,
@@ -196,7 +260,7 @@ def _train(root: Path, base: Path, options: argparse.Namespace) -> dict[str, Any
     shutil.rmtree(work)
     cuda = torch.cuda.is_available()
     return {
-        **{key: value for key, value in vars(options).items() if key != "folder"},
+        **{k: v for k, v in vars(options).items() if k not in ("folder", "turn", "of", "profile")},
         **metrics,
         **memory,
         "peak_bytes_by_phase": phases,

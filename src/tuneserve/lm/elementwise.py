@@ -29,11 +29,11 @@ def _fused(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and has_triton()
 
 
-def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """``silu(gate) * up``: [rows, width]."""
+def silu_mul(gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """``silu(gate) * up``, [rows, width], into `out`."""
     if _fused(gate):
-        return _kernels().silu_mul(gate, up)
-    return torch.nn.functional.silu(gate).mul_(up)
+        return _kernels().silu_mul(gate, up, out)
+    return torch.mul(torch.nn.functional.silu(gate), up, out=out)
 
 
 def silu_mul_backward(
@@ -63,20 +63,22 @@ def silu_mul_backward(
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotary position embedding (Su et al., 2021) of queries or keys; only the angles are kept."""
+    """Rotary position embedding (Su et al., 2021) of queries and keys; only the angles are kept."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(cos, sin)
-        return _kernels().rotate(x, cos, sin, 1.0)
+        rotate = _kernels().rotate
+        return rotate(q, cos, sin, 1.0), rotate(k, cos, sin, 1.0)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (d,) = gradients
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        if d.stride(-1) != 1:
-            d = d.contiguous()
-        return _kernels().rotate(d, cos, sin, -1.0), None, None
+        rotate = _kernels().rotate
+        whole = (d if d.stride(-1) == 1 else d.contiguous() for d in gradients)
+        return *(rotate(d, cos, sin, -1.0) for d in whole), None, None
 
 
 def rotary(
@@ -93,7 +95,8 @@ def rotary(
     """
     if unsqueeze_dim != 1 or cos.shape[-1] != q.shape[-1] or cos.stride(-1) != 1:
         raise ValueError("rotary: angles of [batch, tokens, size] wanted")
-    return _Rotate.apply(q, cos, sin), _Rotate.apply(k, cos, sin)
+    rotated: tuple[torch.Tensor, torch.Tensor] = _Rotate.apply(q, k, cos, sin)
+    return rotated
 
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, scale: float) -> torch.Tensor:

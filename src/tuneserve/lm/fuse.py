@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from tuneserve.lm import elementwise
-from tuneserve.lm.fused import GatedMlp, Keep, Layer, LoraLinear, Weight
+from tuneserve.lm.frozen import Weight
+from tuneserve.lm.fused import GatedMlp, Keep, Layer, LoraLinear
 
 log = logging.getLogger(__name__)
 
@@ -114,11 +115,7 @@ def _fusable(module: torch.nn.Module) -> tuple[Layer, list[Any]] | str:
         return "an adapter of another type than the products"
     if state is None and a.weight.dtype != base.weight.dtype:
         return "an adapter of another type than the products"
-    return Layer(weight, float(module.scaling[name])), [a, b]
-
-
-def _factors(modules: list[Any]) -> list[Any]:
-    return [None if module is None else module.weight for module in modules]
+    return Layer(weight, float(module.scaling[name])), [a.weight, b.weight]
 
 
 def _fuse_linear(module: Any, found: Fused) -> None:
@@ -126,13 +123,13 @@ def _fuse_linear(module: Any, found: Fused) -> None:
     if isinstance(parts, str):
         found.leave(f"adapters: {parts}")
         return
-    layer, modules = parts
+    layer, (a, b) = parts
     plain = module.forward
 
     def forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.disable_adapters or args or kwargs:
             return plain(x, *args, **kwargs)
-        return LoraLinear.apply(x, layer, *_factors(modules))
+        return LoraLinear.apply(x, layer, a, b)
 
     module.forward = types.MethodType(forward, module)
     found.linears += 1
@@ -149,7 +146,8 @@ def _fuse_mlp(block: Any, mlp: Any, kind: str, found: Fused) -> bool:
         found.leave(f"MLPs: {why}")
         return False
     layers = tuple(part[0] for part in parts if not isinstance(part, str))
-    modules = [m for part in parts if not isinstance(part, str) for m in part[1]]
+    factors = [f for part in parts if not isinstance(part, str) for f in part[1]]
+    adapted = [p for p in projections if _is_lora(p)]
     if layers[0].weight.quantized != layers[1].weight.quantized:
         found.leave("MLPs: one projection quantized, one not")
         return False
@@ -157,9 +155,9 @@ def _fuse_mlp(block: Any, mlp: Any, kind: str, found: Fused) -> bool:
     plain = mlp.forward
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        if any(getattr(p, "disable_adapters", False) for p in projections):
+        if adapted and adapted[0].disable_adapters:
             return plain(x)
-        return GatedMlp.apply(x, layers, _keep(block, lean=lean), *_factors(modules))
+        return GatedMlp.apply(x, layers, _keep(block, lean=lean), *factors)
 
     mlp.forward = types.MethodType(forward, mlp)
     if not _agree(lambda x: plain(x), mlp.forward, mlp, layers[0].weight.in_features):

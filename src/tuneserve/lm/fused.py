@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tuneserve.lm import elementwise
+from tuneserve.lm.frozen import Weight, borrowed
 
 # The MLP goes through its inner width in parts whose activations take about this much, so that the
 # width does not decide the peak; narrower parts would leave matrix units idle.
@@ -38,59 +39,6 @@ class Keep(Enum):
     ACTIVATIONS = 1
     INPUT = 2
     NOTHING_NEW = 3
-
-
-class Weight:
-    """A frozen layer's weight, [out, in], however it is stored."""
-
-    def __init__(self, layer: torch.nn.Module) -> None:
-        self._layer = layer
-        state = getattr(layer.weight, "quant_state", None)
-        self.quantized = state is not None
-        shape = layer.weight.shape if state is None else state.shape
-        self.out_features, self.in_features = int(shape[0]), int(shape[1])
-
-    @property
-    def bias(self) -> Tensor | None:
-        """The layer's bias, if it has one."""
-        return self._layer.bias  # type: ignore[return-value]
-
-    def dense(self) -> Tensor:
-        """All of it, in the type that is computed in."""
-        return self.rows(0, self.out_features)
-
-    def rows(self, begin: int, end: int, out: Tensor | None = None) -> Tensor:
-        """Rows `begin` to `end`; written into `out` if they have to be dequantized."""
-        weight = self._layer.weight
-        if not self.quantized:
-            return weight[begin:end].detach()
-        import bitsandbytes.functional as bnb
-
-        state = weight.quant_state
-        scales = state.absmax
-        if state.nested:
-            scales = bnb.dequantize_blockwise(scales, state.state2)
-            scales += state.offset
-        scales = scales.float()
-        shape = (end - begin, self.in_features)
-        first, last = begin * self.in_features, end * self.in_features
-        packed = weight.detach().view(-1, 1)
-        if (begin, end) != (0, self.out_features):
-            packed = packed[first // 2 : last // 2]
-            scales = scales[first // state.blocksize : last // state.blocksize]
-        arguments = (packed, scales, state.blocksize, state.quant_type, shape, state.dtype)
-        operator = torch.ops.bitsandbytes.dequantize_4bit
-        if out is None:
-            return operator.default(*arguments)
-        if out.is_cuda:
-            operator.out(*arguments, out=out)
-        else:  # bitsandbytes has no such operator for CPUs
-            out.copy_(operator.default(*arguments))
-        return out
-
-    def columns(self, dense: Tensor, begin: int, end: int) -> Tensor:
-        """Columns `begin` to `end` of `dense()`; no copy."""
-        return dense[:, begin:end]
 
 
 @dataclass(frozen=True)
@@ -150,14 +98,10 @@ class GatedMlp(torch.autograd.Function):
         kept: list[Tensor] = []
         if keep is Keep.NOTHING_NEW:
             y = x.new_zeros(1).expand(x.shape)
-        elif keep is Keep.ACTIVATIONS:
-            pair = _Halves(flat, layers, factors)
-            both = pair.forward(0, inner)
-            y = _down(elementwise.silu_mul(both[:, :inner], both[:, inner:]), layers[2], factors)
-            y = y.view(x.shape)
-            kept = [both]
         else:
-            y = _forward_in_parts(flat, layers, factors).view(x.shape)
+            if keep is Keep.ACTIVATIONS:
+                kept = [torch.empty((len(flat), 2 * inner), dtype=x.dtype, device=x.device)]
+            y = _forward(flat, layers, factors, kept[0] if kept else None).view(x.shape)
         # With the activations kept, the input is needed for the adapters' gradients alone.
         needs_x = not kept or factors[0] is not None or factors[2] is not None
         ctx.shape, ctx.needs_x = x.shape, needs_x
@@ -174,7 +118,7 @@ class GatedMlp(torch.autograd.Function):
         d = gradients[0].reshape(-1, gradients[0].shape[-1])
         flat = None if x is None else x.reshape(-1, x.shape[-1])
         work = _Backward(d, flat, both, layers, factors)
-        for begin, end in _parts(len(d), layers[0].weight.out_features, d.element_size()):
+        for begin, end in work.parts:
             work.part(begin, end)
         dx, found = work.finish()
         return dx.view(ctx.shape), None, None, *found
@@ -188,70 +132,100 @@ def _parts(rows: int, inner: int, element_bytes: int) -> list[tuple[int, int]]:
     return [(begin, min(begin + width, inner)) for begin in range(0, inner, width)]
 
 
-class _Halves:
-    """Gate and up projection beside one another: [rows, 2 width]."""
+class _Work:
+    """The borrowed memory of one pass through an MLP, and what all of its parts need."""
 
     def __init__(
-        self, x: Tensor, layers: tuple[Layer, ...], factors: tuple[Tensor | None, ...]
+        self,
+        x: Tensor,
+        layers: tuple[Layer, ...],
+        factors: tuple[Tensor | None, ...],
+        width: int,
+        *,
+        both: bool,
     ) -> None:
         self._x, self._layers = x, layers
         self._factors = (factors[0:2], factors[2:4])
+        gate, up, down = (layer.weight for layer in layers)
+        self._together = gate.quantized and up.quantized
+        rows, inner = len(x), gate.out_features
+        shapes = [(rows, width), (rows, 2 * width if both else 0)]
+        shapes += [(2 * width, gate.in_features)] if self._together else []
+        shapes += [(down.out_features, inner)] if down.quantized else []
+        parts = borrowed.take(x.device, x.dtype, *shapes)
+        self._product, self._both, self._pair = parts[0], parts[1], parts[2:3]
+        self.dense = down.dense(parts[-1] if down.quantized else None)
+        self._scales = [w.scales() if self._together else None for w in (gate, up)]
         self.inner = [None if a is None else x @ a.t() for a, _ in self._factors]
+
+    def product(self, width: int) -> Tensor:
+        """[rows, width] for the gate's product or its gradient."""
+        product = self._product
+        return (
+            product
+            if product.shape[1] == width
+            else product.view(-1)[: len(product) * width].view(len(product), width)
+        )
 
     def weights(self, begin: int, end: int) -> list[Tensor]:
         """Rows of gate and of up: one tensor where they are dequantized, else two."""
         gate, up = self._layers[0].weight, self._layers[1].weight
-        if not (gate.quantized and up.quantized):
-            return [gate.rows(begin, end), up.rows(begin, end)]
+        if not self._together:
+            return [gate.rows(begin, end, None, None), up.rows(begin, end, None, None)]
         width = end - begin
-        size = (2 * width, gate.in_features)
-        out = torch.empty(size, dtype=self._x.dtype, device=self._x.device)
-        gate.rows(begin, end, out[:width])
-        up.rows(begin, end, out[width:])
-        return [out]
+        pair = self._pair[0][: 2 * width]
+        gate.rows(begin, end, self._scales[0], pair[:width])
+        up.rows(begin, end, self._scales[1], pair[width:])
+        return [pair]
 
-    def forward(self, begin: int, end: int, weights: list[Tensor] | None = None) -> Tensor:
-        """Both, for this part of the inner width."""
-        weights = weights or self.weights(begin, end)
+    def both(self, width: int) -> Tensor:
+        """[rows, 2 width] for gate and up projection, or their gradients, beside one another."""
+        rows = len(self._x)
+        if self._both.shape[1] == 2 * width:
+            return self._both
+        return self._both.view(-1)[: rows * 2 * width].view(rows, 2 * width)
+
+    def project(self, begin: int, end: int, weights: list[Tensor], out: tuple[Tensor, ...]) -> None:
+        """Gate and up projection of this part of the inner width: into one tensor, or into two."""
         width = end - begin
-        out = torch.empty((len(self._x), 2 * width), dtype=self._x.dtype, device=self._x.device)
-        for at, weight in enumerate(weights):
-            place = out if len(weights) == 1 else out[:, at * width : (at + 1) * width]
-            torch.mm(self._x, weight.t(), out=place)
-        for at, (layer, (_, b)) in enumerate(zip(self._layers, self._factors, strict=False)):
-            half = out[:, at * width : (at + 1) * width]
+        halves = out if len(out) == 2 else (out[0][:, :width], out[0][:, width:])
+        if len(weights) == len(out) == 1:
+            torch.mm(self._x, weights[0].t(), out=out[0])
+        else:
+            if len(weights) == 1:
+                weights = [weights[0][:width], weights[0][width:]]
+            for half, weight in zip(halves, weights, strict=True):
+                torch.mm(self._x, weight.t(), out=half)
+        for at, (_, b) in enumerate(self._factors):
+            layer = self._layers[at]
             if layer.weight.bias is not None:
-                half += layer.weight.bias[begin:end]
+                halves[at].add_(layer.weight.bias[begin:end])
             if b is not None:
-                half.addmm_(self.inner[at], b[begin:end].t(), alpha=layer.scale)
-        return out
+                halves[at].addmm_(self.inner[at], b[begin:end].t(), alpha=layer.scale)
 
 
-def _down(product: Tensor, layer: Layer, factors: tuple[Tensor | None, ...]) -> Tensor:
-    y = torch.nn.functional.linear(product, layer.weight.dense(), layer.weight.bias)
-    a, b = factors[4:6]
-    if a is not None and b is not None:
-        y.addmm_(product @ a.t(), b.t(), alpha=layer.scale)
-    return y
-
-
-def _forward_in_parts(
-    x: Tensor, layers: tuple[Layer, ...], factors: tuple[Tensor | None, ...]
+def _forward(
+    x: Tensor, layers: tuple[Layer, ...], factors: tuple[Tensor | None, ...], kept: Tensor | None
 ) -> Tensor:
-    halves, down = _Halves(x, layers, factors), layers[2]
+    """The MLP's output. With `kept`, [rows, 2 inner], gate and up projection are left there."""
     a, b = factors[4:6]
+    down = layers[2]
     parts = _parts(len(x), layers[0].weight.out_features, x.element_size())
-    if len(parts) == 1:
-        both = halves.forward(*parts[0])
-        width = parts[0][1]
-        return _down(elementwise.silu_mul(both[:, :width], both[:, width:]), down, factors)
-    dense = down.weight.dense()
+    work = _Work(x, layers, factors, parts[0][1], both=kept is None)
+    half = 0 if kept is None else kept.shape[1] // 2
     y = inner = None
     for begin, end in parts:
-        both = halves.forward(begin, end)
         width = end - begin
-        product = elementwise.silu_mul(both[:, :width], both[:, width:])
-        y = _add(y, product, down.weight.columns(dense, begin, end).t())
+        weights = work.weights(begin, end)
+        if kept is None:
+            both = work.both(width)
+            work.project(begin, end, weights, (both,))
+            gate, up = both[:, :width], both[:, width:]
+        else:
+            gate, up = kept[:, begin:end], kept[:, half + begin : half + end]
+            work.project(begin, end, weights, (gate, up))
+        product = elementwise.silu_mul(gate, up, work.product(width))
+        y = _add(y, product, work.dense[:, begin:end].t())
         if a is not None:
             inner = _add(inner, product, a[:, begin:end].t())
     assert y is not None
@@ -274,13 +248,13 @@ class _Backward:
         self,
         d: Tensor,
         x: Tensor | None,
-        both: Tensor | None,
+        kept: Tensor | None,
         layers: tuple[Layer, ...],
         factors: tuple[Tensor | None, ...],
     ) -> None:
-        self._d, self._x, self._both, self._layers, self._factors = d, x, both, layers, factors
-        self._dense = layers[2].weight.dense()
-        self._halves = _Halves(d if x is None else x, layers, factors)
+        self._d, self._x, self._kept, self._layers, self._factors = d, x, kept, layers, factors
+        self.parts = _parts(len(d), layers[0].weight.out_features, d.element_size())
+        self._work = _Work(d if x is None else x, layers, factors, self.parts[0][1], both=True)
         down_b = factors[5]
         self._back = None if down_b is None else (d @ down_b).mul_(layers[2].scale)
         self._inner: Tensor | None = None
@@ -290,34 +264,31 @@ class _Backward:
 
     def part(self, begin: int, end: int) -> None:
         """Go back through this part of the inner width."""
-        weights = self._halves.weights(begin, end)
-        width = end - begin
-        if self._both is None:
-            both = into = self._halves.forward(begin, end, weights)
-            gate, up = both[:, :width], both[:, width:]
+        work, width = self._work, end - begin
+        weights, both = work.weights(begin, end), work.both(end - begin)
+        halves = (both[:, :width], both[:, width:])
+        if self._kept is None:
+            work.project(begin, end, weights, (both,))
+            gate, up = halves
         else:
-            half = self._both.shape[1] // 2
-            gate, up = self._both[:, begin:end], self._both[:, half + begin : half + end]
-            into = self._d.new_empty((len(self._d), 2 * width))
-        d = self._d @ self._layers[2].weight.columns(self._dense, begin, end)
+            half = self._kept.shape[1] // 2
+            gate, up = self._kept[:, begin:end], self._kept[:, half + begin : half + end]
+        d = torch.mm(self._d, work.dense[:, begin:end], out=work.product(width))
         down_a = self._factors[4]
         if down_a is not None:
             d.addmm_(self._back, down_a[:, begin:end])
-        halves = (into[:, :width], into[:, width:])
         elementwise.silu_mul_backward(d, gate, up, halves, keep_product=down_a is not None)
         if down_a is not None:  # d now holds what went into the down projection
             self._inner = _add(self._inner, d, down_a[:, begin:end].t())
             self._found[4][:, begin:end] = self._back.t() @ d  # type: ignore[union-attr]
-        del d
         for at, half in enumerate(halves):
             b, scale = self._factors[2 * at + 1], self._layers[at].scale
             if b is None:
                 continue
             self._d_inner[at] = _add(self._d_inner[at], half, b[begin:end])
-            inner = self._halves.inner[at]
-            self._found[2 * at + 1][begin:end] = (half.t() @ inner).mul_(scale)
+            self._found[2 * at + 1][begin:end] = (half.t() @ work.inner[at]).mul_(scale)
         if len(weights) == 1:
-            self._dx = _add(self._dx, into, weights[0])
+            self._dx = _add(self._dx, both, weights[0])
         else:
             for half, weight in zip(halves, weights, strict=True):
                 self._dx = _add(self._dx, half, weight)
@@ -352,7 +323,9 @@ class HeadLoss(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for begin in range(0, len(hidden), rows):
             end = begin + rows
-            logits = hidden[begin:end] @ weight.t()
+            part = hidden[begin:end]
+            (logits,) = borrowed.take(hidden.device, hidden.dtype, (len(part), len(weight)))
+            torch.mm(part, weight.t(), out=logits)
             total += elementwise.cross_entropy(logits, labels[begin:end], 1.0).sum()
             if d is not None:
                 torch.mm(logits, weight, out=d[begin:end])

@@ -34,9 +34,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def release_memory() -> None:
-    """Give back what dropped models held: Python's cycles, then the allocator's cache."""
+    """Give back what dropped models held: scratch, Python's cycles, the allocator's cache."""
     import gc
 
+    from tuneserve.lm.frozen import borrowed
+
+    borrowed.release()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -124,10 +124,9 @@ def _cross_entropy(z_ptr, label_ptr, loss_ptr, z_row, vocabulary, scale, BLOCK: 
         tl.store(begin + at, d.to(z_ptr.dtype.element_ty), mask=at < vocabulary)
 
 
-def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """``silu(gate) * up``: [rows, width]; rows may lie apart."""
+def silu_mul(gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """``silu(gate) * up``, [rows, width], into `out`; rows may lie apart."""
     rows, width = gate.shape
-    out = torch.empty((rows, width), dtype=gate.dtype, device=gate.device)
     _silu_mul[rows, triton.cdiv(width, _BLOCK)](
         gate, up, out, gate.stride(0), up.stride(0), out.stride(0), width, BLOCK=_BLOCK
     )

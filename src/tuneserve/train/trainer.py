@@ -30,6 +30,7 @@ from tuneserve.progress import Progress
 from tuneserve.train import collective, zero
 from tuneserve.train.adapter import WEIGHTS, load_adapter, unify_dtype
 from tuneserve.train.checkpoints import seal
+from tuneserve.train.flat import can_be_flat, flat_optimizer
 from tuneserve.train.offload import hold_checkpoints_on_host
 from tuneserve.train.recipe import OFFLOAD, Recipe, rate_factor
 
@@ -76,6 +77,10 @@ class RowTrainer(SFTTrainer):
         options = _arguments(train, recipe, work, checkpointing=bool(checkpointing))
         if checkpointing == OFFLOAD:
             hold_checkpoints_on_host(model)
+        if checkpointing:
+            # Without dropout nothing random happens in a block, and no state is kept for it.
+            random = train.lora.dropout > 0 or bool(getattr(config, "attention_dropout", 0))
+            options["gradient_checkpointing_kwargs"]["preserve_rng_state"] = random
         if self._zero:
             options |= _zero_arguments(train, recipe, model, dtype)
         arguments = SFTConfig(**options)
@@ -107,6 +112,17 @@ class RowTrainer(SFTTrainer):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> torch.utils.data.Sampler:
         return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """The run file's optimizer, over all factors as one tensor where one process trains."""
+        alone = self._recipe.processes == 1 and not self._zero
+        if self.optimizer is None and alone and can_be_flat(self.model):
+            kind, settings = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            settings = {**settings, "weight_decay": self.args.weight_decay}
+            trained = [p for p in self.model.parameters() if p.requires_grad]
+            self.optimizer = flat_optimizer(kind, settings, trained)
+            return self.optimizer
+        return super().create_optimizer(model)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """The learning rate by `rate_factor`."""

@@ -1,0 +1,64 @@
+"""The Triton kernels and fused nodes against torch's own operations, on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def _error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    assert ours.isfinite().all()
+    return float((ours.double() - theirs.double()).norm() / theirs.double().norm())
+
+
+def test_silu_mul() -> None:
+    """Forward and backward of the gate, rows apart, in place, against float64."""
+    from tuneserve.lm import elementwise
+
+    both = torch.randn(300, 2 * 2600, device="cuda", dtype=torch.bfloat16)
+    gate, up = both[:, :2600], both[:, 2600:]
+    g, u = (half.double().requires_grad_() for half in (gate, up))
+    product = torch.nn.functional.silu(g) * u
+    d = torch.randn(300, 2600, device="cuda", dtype=torch.bfloat16)
+    product.backward(d.double())
+    assert _error(elementwise.silu_mul(gate, up), product) < 4e-3
+    elementwise.silu_mul_backward(d, gate, up, (gate, up), keep_product=True)
+    assert _error(gate, g.grad) < 4e-3
+    assert _error(up, u.grad) < 4e-3
+    assert _error(d, product) < 4e-3
+
+
+def test_rotary() -> None:
+    """Values and gradients equal those of transformers' function."""
+    from transformers.models.llama import modeling_llama
+
+    from tuneserve.lm import elementwise
+
+    theirs = getattr(modeling_llama, "apply_rotary_pos_emb")  # noqa: B009
+    angles = torch.rand(2, 70, 64, device="cuda").repeat(1, 1, 2)
+    cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+    results = []
+    for function in (elementwise.rotary, theirs):
+        torch.manual_seed(0)
+        q = torch.randn(2, 70, 28, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        k = torch.randn(2, 70, 4, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        out = function(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+        sum((x.float() * torch.randn_like(x).float()).sum() for x in out).backward()
+        results.append([*out, q.grad, k.grad])
+    for ours, reference in zip(*results, strict=True):
+        assert _error(ours, reference) < 5e-3
+
+
+def test_cross_entropy() -> None:
+    """Losses and the gradient left in place, against float64."""
+    from tuneserve.lm import elementwise
+
+    logits = torch.randn(130, 50_001, device="cuda", dtype=torch.bfloat16) * 3
+    labels = torch.randint(0, 50_001, (130,), device="cuda")
+    z = logits.double().requires_grad_()
+    losses = torch.nn.functional.cross_entropy(z, labels, reduction="none")
+    losses.sum().backward()
+    assert _error(elementwise.cross_entropy(logits, labels, 1.0), losses) < 1e-5
+    assert _error(logits, z.grad) < 4e-3
