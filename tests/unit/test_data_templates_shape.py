@@ -34,6 +34,9 @@ CODES = {
     "duplicate",
     "preference_pair",
     "placeholder",
+    "class_label",
+    "too_long",
+    "unknown_tool",
 }
 
 
@@ -199,7 +202,10 @@ def test_rejected_file_has_one_expectation_for_every_row() -> None:
     assert len(expected) == len(lines) - 1, "one blank line counts as a line and is no row"
     assert {e["code"] for e in expected} == CODES | {None}
     assert sum(e["code"] is None for e in expected) == 3
-    assert {e["code"] for e in expected if e.get("severity") == "warning"} == {"placeholder"}
+    assert {e["code"] for e in expected if e.get("severity") == "warning"} == {
+        "placeholder",
+        "unknown_tool",
+    }
     assert all(e["why"].endswith(".") for e in expected)
 
 
