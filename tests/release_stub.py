@@ -9,7 +9,7 @@ it behaves is read from `stub.json` in the model folder:
     hang            chat completions never come
     never_stop      finish_reason is length
     shift           /tokenize adds 1 to the id at this index
-    nats            loss of every prompt token
+    nats            loss of every prompt token (an answer is "x")
     token_seconds   time per answered token
     chatter_bytes   so much is logged at the start
     engine          start a child that ignores SIGTERM; /health is 503 once it is gone
@@ -64,7 +64,7 @@ def make_model(folder: Path, **behaviour: Any) -> Path:
     return folder
 
 
-def make_dataset(folder: Path, count: int = 4, *, side: str = "eval") -> Path:
+def make_dataset(folder: Path, count: int = 8, *, side: str = "eval") -> Path:
     """A dataset artifact's folder whose ids are what `render` gives."""
     import pyarrow as pa
     import pyarrow.parquet as parquet
@@ -98,13 +98,19 @@ def make_dataset(folder: Path, count: int = 4, *, side: str = "eval") -> Path:
 
 
 def make_evaluation(folder: Path, dataset: Path, **losses: float) -> Path:
-    """An evaluation artifact's folder."""
+    """An evaluation artifact's folder: every token of a model has the same loss."""
     import pyarrow.parquet as parquet
 
     rows = parquet.read_table(dataset / "eval.parquet").to_pylist()
-    tokens = sum(label != -100 for row in rows for label in row["labels"][1:])
+    counts = [sum(label != -100 for label in row["labels"][1:]) for row in rows]
     folder.mkdir(parents=True, exist_ok=True)
-    found = {"rows": len(rows), "supervised_tokens": tokens, **losses}
+    per_row = {name: [loss * count for count in counts] for name, loss in losses.items()}
+    found = {
+        "rows": len(rows),
+        "supervised_tokens": sum(counts),
+        **losses,
+        "per_row": {"source": [row["source"] for row in rows], **per_row},
+    }
     (folder / "losses.json").write_text(json.dumps(found))
     return folder
 
@@ -208,7 +214,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         nats = float(self.server.behaviour.get("nats", 1.0))
         entries: list[Any] = [None]
         entries += [{str(id): {"logprob": -nats, "rank": 1}} for id in body["prompt"][1:]]
-        self._json({"choices": [{"prompt_logprobs": entries, "text": "x"}]})
+        ends = not self.server.behaviour.get("never_stop")
+        answer = {"text": "x", "finish_reason": "stop" if ends else "length"}
+        answer["logprobs"] = {"tokens": ["x"], "token_logprobs": [-0.1]}
+        self._json({"choices": [{"prompt_logprobs": entries, **answer}]})
 
     def _chat(self, body: dict[str, Any]) -> None:
         behaviour = self.server.behaviour

@@ -98,6 +98,12 @@ class GatesSection(Section):
         description="Largest share of what tuning gained (base minus merged, in loss) that "
         "quantizing and serving may lose (served minus merged).",
     )
+    max_merge_kl_over_rtn: float = Field(
+        2.0,
+        ge=0,
+        description="Largest divergence of the merged model from the adapter on its training "
+        "base, as a multiple of what plain 4-bit rounding to nearest costs.",
+    )
     max_kl_over_rtn: float = Field(
         1.5,
         ge=0,

@@ -144,8 +144,14 @@ def test_a_release_answers_at_one_address_and_is_reused(house: House) -> None:
     made = release(house.request(losses={"base": 3.0, "adapter": 1.0, "merged": 1.0}))
     assert made["endpoint"] == f"{house.url}/v1"
     assert made["losses"] == {"base": 3.0, "adapter": 1.0, "merged": 1.0, "served": 1.0}
-    assert made["parity"]["whole"] == 4
-    assert [gate["passed"] for gate in made["gates"]] == [True, True]
+    assert made["parity"]["whole"] == 8
+    assert {gate["name"]: gate["decision"] for gate in made["gates"]} == dict.fromkeys(
+        ["better than base", "merge keeps the tuning", "served keeps the tuning",
+         "answers end", "no loops", "no gibberish"], "passed",
+    )  # fmt: skip
+    folder = Path(made["report_folder"])
+    assert "**Passed** all 6 gates" in (folder / "gates.md").read_text()
+    assert f"# default, release {made['release']}" in (folder / "README.md").read_text()
     answer = house.chat()
     assert answer.headers["x-tuneserve-release"] == made["release"]
     assert answer.json()["choices"][0]["message"]["content"] == f"{made['release']} " * 2
@@ -238,11 +244,35 @@ def test_refused_candidates_leave_the_champion_and_no_process(house: House) -> N
     for number, (behaviour, error, words) in enumerate(REFUSALS):
         with pytest.raises(error, match=words):
             release(house.request(f"bad{number}", behaviour=behaviour, losses=losses))
+        if "shift" in behaviour or "nats" in behaviour:  # measured: the report says by which gate
+            assert "**Refused** by " in newest_report()
         assert state.read(layout()).names == before, behaviour
         assert current_release(layout(), "default") == champion
         assert set(keeper().members(server_program(champion))) == running
         assert set(keeper().all()) == {GATEWAY, server_program(champion)}
         assert house.chat().headers["x-tuneserve-release"] == champion
+
+
+def newest_report() -> str:
+    folders = sorted((layout().root / "releases").iterdir())
+    return (folders[-1] / "gates.md").read_text()
+
+
+def test_a_candidate_worse_than_the_champion_is_refused_on_the_same_conversations(
+    house: House,
+) -> None:
+    losses = {"base": 9.0, "merged": 3.0}
+    champion = release(house.request("a", losses=losses, behaviour={"nats": 2.0}))["release"]
+    # 9 tokens of each answer's 8 bytes: (3.0 - 2.0) x 9 / 8 nats a byte more
+    with pytest.raises(GateRefused, match=r"not worse than the champion: .*\+1\.1250"):
+        release(house.request("b", losses=losses, behaviour={"nats": 3.0}))
+    assert current_release(layout(), "default") == champion
+    folder = sorted((layout().root / "releases").iterdir())[-1]
+    known = json.loads((folder / "champion.json").read_text())
+    assert known == {"release": champion, "nats": [pytest.approx(18.0)] * 8}
+    gates = GatesSection(max_over_champion=1.2)
+    made = release(house.request("b", losses=losses, behaviour={"nats": 3.0}, gates=gates))
+    assert made["gates"][2]["name"] == "not worse than the champion"
 
 
 def test_a_refused_first_candidate_leaves_nothing(house: House) -> None:

@@ -50,16 +50,16 @@ def names(report: GateReport) -> dict[str, str]:
 def test_a_good_candidate_passes_every_gate() -> None:
     found = evidence(
         base=3.0, adapter=1.0, merged=1.05, served=1.1,
-        kl_served=0.03, kl_rtn=0.04, flips_served=0.05, flips_rtn=0.04,
+        kl_merge=0.05, kl_served=0.03, kl_rtn=0.04, flips_served=0.05, flips_rtn=0.04,
     )  # fmt: skip
     report = judge(GatesSection(), found)
     assert names(report) == dict.fromkeys(
-        ["better than base", "merge keeps the tuning", "served keeps the tuning",
-         "close to merged", "same first choice"], "passed",
+        ["better than base", "merge keeps the tuning", "merged close to adapter",
+         "served keeps the tuning", "close to merged", "same first choice"], "passed",
     )  # fmt: skip
     report.raise_if_refused("r1")
     text = markdown("Release r1", report)
-    assert "| served | 1.1000 |" in text and "**Passed** all 5 gates" in text
+    assert "| served | 1.1000 |" in text and "**Passed** all 6 gates" in text
     # (1.05 - 1.00) of the 2.0 gained, (1.10 - 1.05) of 1.95
     assert "lost 2.5% [2.5%, 2.5%]" in text and "lost 2.6% [2.6%, 2.6%]" in text
 
@@ -73,6 +73,8 @@ def test_a_good_candidate_passes_every_gate() -> None:
         ({"merged": 1.4, "served": 1.4}, "merge keeps the tuning", "gates.max_merge_share: 0.2"),
         # 0.5 of 2.0 lost by quantizing: 25 %
         ({"served": 1.5}, "served keeps the tuning", "gates.max_quantize_share: 0.25"),
+        # 0.12 > 2 x 0.04 + 0.02; (0.12 - 0.02) / 0.04 = 2.5
+        ({"kl_merge": 0.12}, "merged close to adapter", "gates.max_merge_kl_over_rtn: 2."),
         # 0.10 > 1.5 x 0.04 + 0.02; (0.1 - 0.02) / 0.04 = 2, and the interval is a little wider
         ({"kl_served": 0.1}, "close to merged", "gates.max_kl_over_rtn: 2"),
         ({"flips_served": 0.2}, "same first choice", "gates.max_flips_over_rtn: 0.16"),
@@ -146,7 +148,7 @@ def test_the_champion_is_compared_by_the_byte() -> None:
 
 def test_what_was_not_measured_is_said() -> None:
     report = judge(GatesSection(), evidence(served=1.0))
-    assert len(report.skipped) == 5 and not report.gates
+    assert len(report.skipped) == 6 and not report.gates
     off = judge(GatesSection(enabled=False), evidence(base=1.0, merged=1.0, served=9.0))
     assert not off.gates and "switched off" in off.skipped[0]
     assert "was not measured" in judge(GatesSection(), evidence(base=1.0)).skipped[0]

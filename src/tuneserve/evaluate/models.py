@@ -36,13 +36,15 @@ class Found:
 
     Attributes:
         sums: Summed nats of each row, by model.
-        merged: The merged model's likeliest tokens.
+        adapter: The adapter's likeliest tokens, on the base it was trained on.
+        merged: The same of the merged model.
         rtn: The same of the merged model after plain rounding to 4 bits.
         samples: What the base answers to the first held-out questions.
         structured: What the merged model answers where JSON or a tool call is due.
     """
 
     sums: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)
+    adapter: TopScores | None = None
     merged: TopScores | None = None
     rtn: TopScores | None = None
     samples: list[dict[str, Any]] = field(default_factory=list)
@@ -55,14 +57,18 @@ def measure(context: StageContext, rows: Rows, chosen: Sequence[int]) -> Found:
     dataset = context.inputs["dataset"].path
     found = Found()
     with Progress("evaluate", total=4 * len(chosen), unit="row") as progress:
-        for name in ("base", "adapter"):
-            model = _load(name, context, device)
-            said = functools.partial(progress.advance, detail=name)
-            found.sums[name] = row_losses(model, rows, chosen, done=said).sums
-            if name == "base":
-                found.samples = answers.samples(model, dataset)
-            del model
-            hardware.release_memory()
+        model = _load("base", context, device)
+        said = functools.partial(progress.advance, detail="base")
+        found.sums["base"] = row_losses(model, rows, chosen, done=said).sums
+        found.samples = answers.samples(model, dataset)
+        del model
+        hardware.release_memory()
+        model = _load("adapter", context, device)
+        said = functools.partial(progress.advance, detail="adapter")
+        found.adapter = row_scores(model, rows, chosen, done=said)
+        found.sums["adapter"] = found.adapter.nats()
+        del model
+        hardware.release_memory()
         model = _load("merged", context, device)
         said = functools.partial(progress.advance, detail="merged")
         found.merged = row_scores(model, rows, chosen, done=said)
@@ -92,9 +98,8 @@ def _load(name: str, context: StageContext, device: torch.device) -> Any:
         attention=context.run.train.attention,
         trust_remote_code=context.run.model.trust_remote_code,
     )
-    if name == "merged":
-        return model
-    add_fused_head(model, float32=True)
+    if name == "base":
+        add_fused_head(model, float32=True)
     if name != "adapter":
         return model
     import peft

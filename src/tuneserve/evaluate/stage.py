@@ -29,10 +29,12 @@ def run(context: StageContext) -> dict[str, Any]:
     """Measure on at most `gates.eval_rows` held-out rows, and write what gates compare with.
 
     Losses are exact mean nats per supervised token. The adapter is measured on the base it was
-    trained on, which is the NF4 one after QLoRA. Files: `losses.json`; `samples.jsonl`, answers of
-    the base; `references.npz`, the merged model's likeliest tokens at every supervised position
-    and how far plain 4-bit rounding is from them; `answers.jsonl`, the merged model's answers
-    where JSON or tool calls are due.
+    trained on, which is the NF4 one after QLoRA.
+
+    Files: `losses.json`; `samples.jsonl`, answers of the base; `references.npz`, the merged model's
+    likeliest tokens at every supervised position, how far they are from the adapter's, and how far
+    plain 4-bit rounding is from them; `answers.jsonl`, the merged model's answers where JSON or
+    tool calls are due.
 
     Raises:
         DataError: The held-out rows cannot be read.
@@ -77,11 +79,15 @@ def run(context: StageContext) -> dict[str, Any]:
 
 def _references(context: StageContext, found: Found) -> dict[str, float]:
     """Write what the served model will be held against; say what plain rounding costs."""
-    assert found.merged is not None and found.rtn is not None
+    assert found.adapter is not None and found.merged is not None and found.rtn is not None
+    merging = scores.divergence(found.adapter, found.merged)
     apart = scores.divergence(found.merged, found.rtn)
     flipped = scores.flips(found.merged, found.rtn)
     found.merged.save(
-        context.out / "references.npz", rtn_kl=apart.astype(np.float32), rtn_flips=flipped
+        context.out / "references.npz",
+        adapter_kl=merging.astype(np.float32),
+        rtn_kl=apart.astype(np.float32),
+        rtn_flips=flipped,
     )
     loss = float(found.rtn.nats().sum() / len(found.rtn.tokens))
     kl, agreement = float(apart.mean()), float(1 - flipped.mean())

@@ -6,7 +6,9 @@ so whole numbers of the same width are compared and nothing is converted.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -25,17 +27,17 @@ _PIECE_BYTES = 8 * 2**20
 
 
 def check_finite(folder: Path, what: str, *, hint: str = "") -> None:
-    """Read every float tensor of a model folder once; memory stays below a few pieces of 8 MiB.
+    """Read every float tensor of a model folder once; memory stays below a few pieces of 8 MiB
+    a core.
 
     Raises:
         QuantizeError: Names each tensor with values that are not finite, how many, and where the
             first is; and each `scales` tensor with zeros, which would silence its weights.
     """
-    problems = [
-        problem
-        for info in Checkpoint.open(folder).tensors.values()
-        if (problem := tensor_problem(info))
-    ]
+    tensors = Checkpoint.open(folder).tensors.values()
+    # Reading and comparing both leave Python's lock, so threads share the work.
+    with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as pool:
+        problems = [problem for problem in pool.map(tensor_problem, tensors) if problem]
     if problems:
         shown = problems[:20] + ([f"and {len(problems) - 20} more"] if len(problems) > 20 else [])
         raise QuantizeError(

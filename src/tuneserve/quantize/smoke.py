@@ -24,8 +24,9 @@ ROW_TOKENS = 192
 # end near the vocabulary's size.
 MAX_LOSS_INCREASE = math.log(2)
 MAX_FLOAT16 = 65504.0
-# The comparison holds the model in float32, twice for a moment at its largest tensor.
-_MEMORY_FACTOR = 3
+# On a CPU the comparison holds the model in float32, twice for a moment at its largest tensor; on a
+# GPU in the checkpoint's own 16 bits, beside what GPTQModel still holds.
+_MEMORY_FACTOR, _GPU_FACTOR = 3, 1.5
 # AWQ packs eight columns into one int32 in this order (AutoAWQ, `AWQ_ORDER`).
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -34,6 +35,8 @@ def too_large(model: Path) -> str:
     """Why the model cannot be compared here; empty when it can."""
     from tuneserve.progress import human_bytes
 
+    if _fits_on_gpu(model):
+        return ""
     needed = _MEMORY_FACTOR * Checkpoint.open(model).data_bytes
     free = _available_memory()
     if needed > free // 2:
@@ -65,9 +68,13 @@ def smoke_test(
 
     transformers_logging.disable_progress_bar()
     rows = _rows(dataset)
+    place = "cuda" if _fits_on_gpu(model) else "cpu"
     with torch.inference_mode():
         reference = AutoModelForCausalLM.from_pretrained(
-            model, dtype=torch.float32, trust_remote_code=trust_remote_code
+            model,
+            dtype=torch.float32 if place == "cpu" else "auto",
+            device_map={"": place},
+            trust_remote_code=trust_remote_code,
         ).eval()
         before, _ = _loss(reference, rows)
         load_dequantized(reference, export, model, method, group_size)
@@ -101,7 +108,6 @@ def smoke_test(
 
 def load_dequantized(model: Any, export: Path, merged: Path, method: str, group_size: int) -> None:
     """Put the export's weights, taken apart, into a transformers model of the merged checkpoint."""
-    import torch
     from safetensors import safe_open
 
     shapes = quantized_shapes(Checkpoint.open(merged).tensors)
@@ -115,11 +121,13 @@ def load_dequantized(model: Any, export: Path, merged: Path, method: str, group_
                     if name in state:
                         state[name].copy_(stream.get_tensor(name))
                 elif name.endswith(".qweight"):
+                    place = state[f"{module}.weight"].device
                     parts = {
-                        part: _get(tensors, f"{module}.{part}") for part in ("qzeros", "scales")
+                        part: _get(tensors, f"{module}.{part}").to(place)
+                        for part in ("qzeros", "scales")
                     }
-                    weight = dequantize(method, stream.get_tensor(name), **parts)
-                    state[f"{module}.weight"].copy_(weight.to(torch.float32))
+                    weight = dequantize(method, stream.get_tensor(name).to(place), **parts)
+                    state[f"{module}.weight"].copy_(weight)
                 elif name.endswith(".bias"):
                     state[name].copy_(stream.get_tensor(name))
 
@@ -132,13 +140,13 @@ def dequantize(method: str, qweight: Any, qzeros: Any, scales: Any) -> Any:
     """
     import torch
 
-    shifts = torch.arange(0, 32, 4)
+    shifts = torch.arange(0, 32, 4, device=qweight.device)
     if method == "gptq":
         values = (qweight.unsqueeze(1) >> shifts[None, :, None]) & 15
         values = values.reshape(-1, qweight.shape[1])
         zeros = ((qzeros.unsqueeze(2) >> shifts) & 15).reshape(qzeros.shape[0], -1) + 1
     else:
-        places = torch.tensor(_AWQ_ORDER).argsort()
+        places = torch.tensor(_AWQ_ORDER, device=qweight.device).argsort()
         values = ((qweight.unsqueeze(2) >> shifts) & 15)[:, :, places]
         values = values.reshape(qweight.shape[0], -1)
         zeros = ((qzeros.unsqueeze(2) >> shifts) & 15)[:, :, places].reshape(qzeros.shape[0], -1)
@@ -176,7 +184,7 @@ def _loss(model: Any, rows: list[list[int]]) -> tuple[float, float]:
 
     total, count, largest = 0.0, 0, 0.0
     for row in rows:
-        ids = torch.tensor([row])
+        ids = torch.tensor([row], device=next(model.parameters()).device)
         found = model(input_ids=ids, output_hidden_states=True, use_cache=False)
         logits = found.logits[0, :-1].float()
         if not torch.isfinite(logits).all():
@@ -185,6 +193,15 @@ def _loss(model: Any, rows: list[list[int]]) -> tuple[float, float]:
         count += len(row) - 1
         largest = max(largest, *(float(h.abs().max()) for h in found.hidden_states))
     return total / count, largest
+
+
+def _fits_on_gpu(model: Path) -> bool:
+    import torch
+
+    if not torch.cuda.is_available():
+        return False
+    free, _ = torch.cuda.mem_get_info()
+    return _GPU_FACTOR * Checkpoint.open(model).data_bytes < free
 
 
 def _available_memory() -> int:

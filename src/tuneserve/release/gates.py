@@ -53,7 +53,8 @@ class Evidence:
         sources: Conversation of each row.
         tokens: Supervised tokens.
         nats: Summed loss by model: some of `MODELS` but the champion.
-        kl: Summed divergence from the merged model of `served` and of `rtn`, plain 4-bit rounding.
+        kl: Summed divergence from the merged model of `served` and of `rtn`, plain 4-bit rounding;
+            and of the merged model from the adapter, `merge`.
         flips: Tokens with another first choice than the merged model's, of the same two.
         answer_bytes: UTF-8 bytes of each row's last answer.
         answer_nats: Its summed loss: of `served` and of `champion`.
@@ -176,7 +177,7 @@ def judge(config: GatesSection, evidence: Evidence, *, skipped: Sequence[str] = 
     for name in evidence.nats:
         interval = draws.interval(lambda s, name=name: s[name] / s["tokens"])
         report.intervals[name] = (interval.low, interval.high)
-    for gate in (_over_base, _merge_keeps, _served_keeps, _close, _same_choice):
+    for gate in (_over_base, _merge_keeps, _merge_close, _served_keeps, _close, _same_choice):
         decided = gate(config, draws, report)
         if isinstance(decided, str):
             report.skipped.append(decided)
@@ -315,26 +316,39 @@ def _share(
     )
 
 
+def _merge_close(config: GatesSection, draws: Resampled, report: GateReport) -> Gate | str:
+    if "kl_merge" not in draws.sums or "kl_rtn" not in draws.sums:
+        return "merged close to adapter: there are no references of the adapter"
+    return _divergence(config, draws, "merged close to adapter", "merge", "max_merge_kl_over_rtn")
+
+
 def _close(config: GatesSection, draws: Resampled, report: GateReport) -> Gate | str:
     if "kl_served" not in draws.sums or "kl_rtn" not in draws.sums:
         return "close to merged: there are no references of the merged model"
-    factor, floor = config.max_kl_over_rtn, config.kl_floor
-    served = draws.interval(lambda s: s["kl_served"] / s["tokens"])
-    rtn = draws.interval(lambda s: s["kl_rtn"] / s["tokens"])
-    over = draws.interval(lambda s: (s["kl_served"] - factor * s["kl_rtn"]) / s["tokens"])
+    served, rtn = (draws.sums[f"kl_{name}"] / draws.sums["tokens"] for name in ("served", "rtn"))
     report.facts["divergence from merged"] = (
-        f"at least {served.mean:.4f} nats a token served, {rtn.mean:.4f} by plain rounding"
+        f"at least {served:.4f} nats a token served, {rtn:.4f} by plain rounding"
     )
-    needed = (served.high - floor) / rtn.mean if rtn.mean > 0 else math.inf
+    return _divergence(config, draws, "close to merged", "served", "max_kl_over_rtn")
+
+
+def _divergence(
+    config: GatesSection, draws: Resampled, name: str, whose: str, setting: str
+) -> Gate:
+    factor, floor = float(getattr(config, setting)), config.kl_floor
+    ours = draws.interval(lambda s: s[f"kl_{whose}"] / s["tokens"])
+    rtn = draws.interval(lambda s: s["kl_rtn"] / s["tokens"])
+    over = draws.interval(lambda s: (s[f"kl_{whose}"] - factor * s["kl_rtn"]) / s["tokens"])
+    needed = draws.interval(lambda s: (s[f"kl_{whose}"] - floor * s["tokens"]) / s["kl_rtn"])
     return bounded(
         config,
-        "close to merged",
+        name,
         over,
         floor,
-        found=f"KL {served} nats a token; plain rounding to 4 bits {rtn.mean:.4f}",
+        found=f"KL {ours} nats a token; plain rounding to 4 bits {rtn.mean:.4f}",
         wanted=f"at most {factor:g} times plain rounding, and {floor:g} more",
-        setting="gates.max_kl_over_rtn",
-        most=needed,
+        setting=f"gates.{setting}",
+        most=needed.high if rtn.low > 0 else math.inf,
     )
 
 

@@ -176,7 +176,10 @@ def _distances(path: Path, found: TopScores) -> tuple[dict[str, Any], dict[str, 
         "served": scores.flips(merged, found).astype(np.float64),
         "rtn": np.asarray(beside["rtn_flips"], np.float64),
     }
-    kl = {name: scores.row_sums(x, found.starts) for name, x in (("served", served), ("rtn", rtn))}
+    apart = {"served": served, "rtn": rtn}
+    if "adapter_kl" in beside:
+        apart["merge"] = np.asarray(beside["adapter_kl"], np.float64)
+    kl = {name: scores.row_sums(values, found.starts) for name, values in apart.items()}
     return (
         kl,
         {name: scores.row_sums(values, found.starts) for name, values in flipped.items()},
