@@ -240,7 +240,9 @@ def shaped_model(folder: Path, name: str, layers: int | None) -> Path:
         keep(f"layer-{at}.safetensors", sizes)
     ends = {"model.embed_tokens.weight": (vocabulary, width), "lm_head.weight": (vocabulary, width)}
     keep("ends.safetensors", {**ends, "model.norm.weight": (width,)})
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    index = {"metadata": {"total_size": size}, "weight_map": files}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     config = {
         "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": width,
         "intermediate_size": inner, "num_hidden_layers": count, "num_attention_heads": heads,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -288,3 +290,18 @@ def test_cpus_without_avx512_have_no_int4_kernel(tmp_path: Path) -> None:
     assert has_int4_kernel(info)
     info.write_text("processor : 0\nFeatures : asimd sve\n")  # not x86
     assert has_int4_kernel(info)
+
+
+def test_d09_the_server_reads_the_method_from_the_export(tmp_path: Path) -> None:
+    from tuneserve.config import ServeSection
+    from tuneserve.release import capacity, vllm_command
+    from tuneserve.release.model_files import read_model
+
+    export = write_model(tmp_path / "q", exported(), config(quantization_config=GPTQ))
+    (export / "chat_template.jinja").write_text("{{ messages }}")
+    facts = read_model(export)
+    assert facts.quantization == "gptq"
+    names = {field.name for field in dataclasses.fields(capacity.Capacity)}
+    room = mock.Mock(spec=sorted(names), device="cpu", max_model_len=64, kv_cache_bytes=1)
+    arguments = vllm_command.serving_arguments(facts, ServeSection(), room, False)
+    assert "--quantization" not in arguments  # a flag could only contradict it

@@ -8,6 +8,7 @@ import pytest
 
 from tuneserve.errors import QuantizeError
 from tuneserve.quantize.engine import judge, module_logs
+from tuneserve.quantize.record import worst_table
 
 
 def entry(loss: str, *, samples: str = "4000", damp: str = "0.05000", layer: int = 3) -> Any:
@@ -61,3 +62,14 @@ def test_d02_raised_damping_is_noted() -> None:
 def test_nothing_quantized_is_an_error() -> None:
     with pytest.raises(QuantizeError, match="no module at all"):
         judge([], 4000, "", allow_fallback=True)
+
+
+def test_the_worst_modules_come_first_in_the_table() -> None:
+    modules = module_logs(
+        [entry("0.001", layer=i) for i in range(20)] + [entry("0.5", layer=30, damp="0.09")]
+    )
+    lines = worst_table([*modules, *module_logs([entry("rtn fallback", layer=40)])]).splitlines()
+    assert len(lines) == 11
+    assert lines[0].split() == ["module", "loss", "damping"]
+    assert lines[1].split() == ["30.mlp.down_proj", "0.5", "0.09"]
+    assert worst_table([]) == ""

@@ -47,6 +47,7 @@ class QuantizeResult:
         seconds: Of the quantization itself, loading and saving included.
         seconds_per_layer: The same per decoder layer.
         smoke: Losses before and after on a few rows; None when the model was too large to compare.
+        table: The modules with the largest losses, with their damping, as text.
     """
 
     method: str
@@ -59,6 +60,7 @@ class QuantizeResult:
     seconds: float
     seconds_per_layer: float
     smoke: dict[str, Any] | None
+    table: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """As `--json` and the manifest carry it."""
@@ -277,6 +279,7 @@ def _result(
         seconds=round(engine.seconds, 3),
         seconds_per_layer=round(engine.seconds / engine.layers, 3),
         smoke=smoke,
+        table=record.worst_table(engine.modules),
     )
     log.info(
         "%s: %s in %s, worst module %s",

@@ -1,0 +1,146 @@
+"""The ladder of exports with stages that answer as told: what is tried, and what is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tuneserve.calls import StageCall, StageResult
+from tuneserve.errors import (
+    GateRefused,
+    OutOfMemory,
+    QuantizeError,
+    RunFileError,
+    ServerError,
+    StageKilled,
+    TuneserveError,
+)
+from tuneserve.ladder import check_held_out, quantize, release_best
+from tuneserve.runfile import parse_run
+
+BASE = Path("/base")
+HAVE = {"dataset": "dataset-1", "adapter": "adapter-1", "merged": "merged-1",
+        "evaluation": "evaluation-1"}  # fmt: skip
+PROMOTED = {"endpoint": "http://x/v1", "model": "m", "release": "r1"}
+
+
+def run(**sections: Any) -> Any:
+    minimal = {"name": "x", "model": {"base": "b"}, "data": {"train": "t.jsonl"}}
+    return parse_run({**minimal, **sections})
+
+
+class Stages:
+    """Answers each call with the next of `answers` for its stage; an error is raised."""
+
+    def __init__(self, **answers: list[Any]) -> None:
+        self.answers, self.calls = answers, list[StageCall]()
+
+    def __call__(self, call: StageCall) -> StageResult:
+        self.calls.append(call)
+        answer = self.answers[call.stage].pop(0)
+        if isinstance(answer, TuneserveError):
+            raise answer
+        if call.stage == "quantize":
+            return StageResult("quantize", {}, answer)
+        return StageResult(call.stage, answer)
+
+
+def refusal(text: str, *settings: str) -> GateRefused:
+    return GateRefused(text, expected="less", details={"would_pass": list(settings)})
+
+
+def test_the_first_rung_that_passes_is_promoted_and_all_are_reported() -> None:
+    stages = Stages(
+        quantize=["quantized-g", QuantizeError("AWQ failed\nin layer 3")],
+        release=[refusal("lost 30 %", "gates.max_quantize_share: 0.31"), PROMOTED],
+    )
+    artifacts = dict(HAVE)
+    chosen = run(quantize={"methods": ["gptq", "awq", "none"]})
+    found = release_best(chosen, BASE, artifacts, stages, {"kv": 1})
+    assert found["release"] == "r1"
+    assert [(r["method"], r["decision"], r["reason"]) for r in found["rungs"]] == [
+        ("gptq", "refused", "lost 30 %"), ("awq", "failed", "AWQ failed"), ("none", "passed", ""),
+    ]  # fmt: skip
+    assert artifacts == HAVE  # what was refused is not part of the result
+    last = stages.calls[-1]
+    assert "quantized" not in last.inputs and last.hints["kv"] == 1
+    assert [rung["method"] for rung in last.hints["rungs"]] == ["gptq", "awq"]
+    assert stages.calls[1].inputs["quantized"] == "quantized-g"
+
+
+def test_when_every_rung_is_refused_the_error_says_what_would_have_passed() -> None:
+    stages = Stages(
+        quantize=["quantized-g", "quantized-a"],
+        release=[refusal("worse", "gates.max_quantize_share: 0.31"), refusal("gibberish")],
+    )
+    with pytest.raises(GateRefused) as caught:
+        release_best(run(quantize={"methods": ["gptq", "awq"]}), BASE, dict(HAVE), stages, {})
+    error = caught.value
+    assert error.exit_status == 4
+    assert "gptq: refused: worse" in error.message and "awq: refused: gibberish" in error.message
+    assert "gptq with gates.max_quantize_share: 0.31" in error.hint
+    assert "add none to quantize.methods" in error.hint
+    assert [rung["decision"] for rung in error.details["rungs"]] == ["refused", "refused"]
+
+
+def test_the_only_rung_s_own_error_is_the_run_s() -> None:
+    alone = refusal("worse", "gates.kl_floor: 1")
+    with pytest.raises(GateRefused) as caught:
+        release_best(run(), BASE, dict(HAVE), Stages(quantize=["quantized-g"], release=[alone]), {})
+    assert caught.value is alone
+    dead = ServerError("no vLLM")
+    stages = Stages(quantize=["q", "q"], release=[ServerError("first"), dead])
+    with pytest.raises(ServerError) as last:
+        release_best(run(quantize={"methods": ["gptq", "awq"]}), BASE, dict(HAVE), stages, {})
+    assert last.value is dead  # no gate was asked
+
+
+MADE = {"merged": "merged-1", "dataset": "dataset-1"}
+
+
+def hints_of(stages: Stages) -> list[dict[str, Any]]:
+    return [dict(call.hints) for call in stages.calls]
+
+
+def test_out_of_memory_goes_on_with_offloading() -> None:
+    # the stage itself tried batches down to one row before it gave up
+    stages = Stages(quantize=[OutOfMemory("no room"), "quantized-1"])
+    assert quantize(run(), BASE, MADE, "gptq", stages).artifact == "quantized-1"
+    assert hints_of(stages) == [{}, {"calibration_batch": 1, "offload": True}]
+
+
+def test_a_killed_attempt_is_tried_with_a_smaller_batch_first() -> None:
+    killed = [StageKilled("signal 9"), StageKilled("signal 9"), "quantized-1"]
+    stages = Stages(quantize=killed)
+    assert quantize(run(), BASE, MADE, "gptq", stages).artifact == "quantized-1"
+    assert hints_of(stages) == [
+        {}, {"calibration_batch": 1}, {"calibration_batch": 1, "offload": True},
+    ]  # fmt: skip
+    # hints do not change what is made, so the key is the same
+    assert {call.settings["method"] for call in stages.calls} == {"gptq"}
+
+
+def test_at_the_bottom_the_last_error_is_raised() -> None:
+    stages = Stages(quantize=[OutOfMemory("first"), OutOfMemory("last")])
+    with pytest.raises(OutOfMemory, match="last"):
+        quantize(run(), BASE, MADE, "awq", stages)
+    assert len(stages.calls) == 2
+    wrong = Stages(quantize=[QuantizeError("group size")])
+    with pytest.raises(QuantizeError):  # no memory in the world mends that
+        quantize(run(), BASE, MADE, "awq", wrong)
+    assert len(wrong.calls) == 1
+
+
+def test_too_few_held_out_rows_are_refused_before_anything_is_spent() -> None:
+    with pytest.raises(RunFileError, match="3 rows are held out.*fewer than 8") as caught:
+        check_held_out(run(), 3)
+    assert "data.eval_fraction" in caught.value.hint
+    with pytest.raises(RunFileError, match="gates.eval_rows is 4"):
+        check_held_out(run(gates={"eval_rows": 4}), 100)
+    for fine in (
+        (run(), 8), (run(), None), (run(gates={"allow_undecided": True}), 0),
+        (run(gates={"enabled": False}), 0), (run(gates={"min_conversations": 3}), 3),
+    ):  # fmt: skip
+        check_held_out(*fine)
