@@ -7,7 +7,7 @@ less. Starting up (loading the tokenizer, drawing the picture) is in neither; `s
 what it costs. `speedup`: two processes over one. `peak_rss_bytes`: the sum of VmHWM over all
 processes of the gate.
 
-    python bench/bench_validate.py [--quick] [--rows N] [--base DIR]
+    python bench/bench_validate.py [--quick] [--part speed|memory] [--rows N] [--base DIR]
 """
 
 from __future__ import annotations
@@ -202,6 +202,7 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="under two minutes, writes nothing")
+    parser.add_argument("--part", choices=("all", "speed", "memory"), default="all")
     parser.add_argument("--rows", type=int, help="rows of a pair")
     parser.add_argument("--most", type=int, default=1_000_000, help="rows of the memory run")
     parser.add_argument("--base", type=Path, help="model folder; default: the built-in one")
@@ -215,14 +216,15 @@ def main() -> None:
         base = resolve_base(ModelSection(base="builtin:smollm2-135m"))
     with tempfile.TemporaryDirectory(prefix="bench-", dir=options.folder) as name:
         folder = Path(name)
-        rows = options.rows or (2500 if options.quick else 20_000)
-        result = measure(base, folder, rows, 3 if options.quick else 5)
+        rows = options.rows or (12_000 if options.quick else 20_000)
+        result = {} if options.quick or not RESULTS.exists() else json.loads(RESULTS.read_text())
+        if options.part != "memory":
+            result |= measure(base, folder, rows, 3 if options.quick else 5)
+        if options.part != "speed" and not options.quick:
+            counts = (options.most // 10, options.most)
+            result["memory"] = [memory_at(base, folder, count) for count in counts]
         if not options.quick:
-            result["memory"] = [
-                memory_at(base, folder, count) for count in (options.most // 10, options.most)
-            ]
-            result["cpu_count"] = os.cpu_count()
-            result["machine"] = platform.machine()
+            result |= {"cpu_count": os.cpu_count(), "machine": platform.machine()}
             RESULTS.parent.mkdir(exist_ok=True)
             RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(result))

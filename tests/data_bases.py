@@ -171,16 +171,14 @@ def make_worker(
     }
     return Worker(
         Settings(
-            backend=tokenizer.to_str(),
             sources=template.sources,
             tool_sources=(add_tools(template) or template).sources,
             variables=template.variables,
-            stop_ids=stops,
             vocab_rows=engine.vocab_rows,
-            bos_id=bos_id,
             frames=frozenset(facts.frames.around),
             **options,
-        )
+        ),
+        engine,
     )
 
 

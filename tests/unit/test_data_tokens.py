@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import pickle
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -347,3 +349,33 @@ def test_a16_class_labels() -> None:
         with pytest.raises(RowError) as caught:
             check_class_labels(values, 5)
         assert caught.value.code == code and what in caught.value.message
+
+
+def test_ids_spell_their_bytes_and_nothing_else() -> None:
+    """Against the join of the tokens' bytes: short, long and multi-byte tokens, any change."""
+    tokenizer = bases.byte_tokenizer()
+    tokenizer.add_tokens(["a" * 9, "b" * 16, "c" * 17, "<a-very-long-added-token>"])
+    engine = Engine(
+        tokenizer.to_str(), stop_ids=set(), vocab_rows=tokenizer.get_vocab_size(), bos_id=None
+    )
+    assert engine.bytes_of is not None
+    rng = random.Random(0)
+    for _ in range(500):
+        ids = [rng.randrange(len(engine.bytes_of)) for _ in range(rng.randrange(8))]
+        data = b"".join(engine.bytes_of[id] for id in ids)
+        array = np.array(ids, np.int32)
+        assert engine.spells(array, data)
+        assert not engine.spells(array, data + b"a")
+        for at in range(len(data)):
+            changed = bytearray(data)
+            changed[at] ^= 1 << rng.randrange(8)
+            assert not engine.spells(array, bytes(changed))
+
+
+def test_an_engine_in_a_worker_is_the_same_engine() -> None:
+    tokenizer = bases.byte_tokenizer()
+    engine = Engine(tokenizer.to_str(), stop_ids={3}, vocab_rows=300, bos_id=1)
+    copy = pickle.loads(pickle.dumps(engine))
+    assert copy.encode_batch(["one <|im_end|> two"]) == engine.encode_batch(["one <|im_end|> two"])
+    assert copy.bytes_of == engine.bytes_of and copy.bos_id == 1
+    assert copy.is_stop.tolist() == engine.is_stop.tolist()

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from tokenizers import Encoding, Tokenizer
 
 Ids = npt.NDArray[np.int32]
+_WORD = 8  # bytes
 
 
 def byte_decoder() -> dict[str, int]:
@@ -37,9 +38,8 @@ class Engine:
     def __init__(
         self, source: str, *, stop_ids: set[int], vocab_rows: int, bos_id: int | None
     ) -> None:
-        self.tokenizer = Tokenizer.from_str(source)
-        self.tokenizer.no_truncation()
-        self.tokenizer.no_padding()
+        self._source = source
+        self.tokenizer = _load(source)
         self.vocab_rows, self.bos_id = vocab_rows, bos_id
         added = self.tokenizer.get_added_tokens_decoder()
         size = 1 + max(self.tokenizer.get_vocab(with_added_tokens=True).values())
@@ -50,17 +50,22 @@ class Engine:
         self.is_added[list(added)] = True
         self.is_stop = np.zeros(size, dtype=bool)
         self.is_stop[[id for id in stop_ids if id < size]] = True
-        self.unknown_id = _unknown_id(self.tokenizer, json.loads(source))
+        parsed = json.loads(source)
+        self.unknown_id = _unknown_id(self.tokenizer, parsed)
         self.bytes_of_added = {id: token.content.encode() for id, token in added.items()}
-        self.bytes_of = self._byte_table(
-            json.loads(source), {i: t.content for i, t in added.items()}
-        )
-        self.lengths = (
-            np.array([len(piece) for piece in self.bytes_of], dtype=np.int64)
-            if self.bytes_of
-            else None
-        )
+        self.bytes_of = self._byte_table(parsed, {i: t.content for i, t in added.items()})
+        self.lengths: npt.NDArray[np.int64] | None = None
+        if self.bytes_of:
+            self.lengths = np.array([len(piece) for piece in self.bytes_of], dtype=np.int64)
+            self._words = _words(self.bytes_of, self.lengths)
         self._tails: dict[tuple[int, bytes], list[int]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Workers get the tables made; only the tokenizer itself is loaded again from its JSON."""
+        return {key: value for key, value in vars(self).items() if key != "tokenizer"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, tokenizer=_load(state["_source"]))
 
     def _byte_table(self, source: dict[str, Any], added: dict[int, str]) -> list[bytes] | None:
         """What each id decodes to, for byte-level tokenizers; None for the others.
@@ -90,6 +95,34 @@ class Engine:
         """One text with offsets."""
         return self.tokenizer.encode(text, add_special_tokens=False)
 
+    def spells(self, ids: Ids, data: bytes) -> bool:
+        """Whether ids of a byte-level tokenizer decode to exactly these bytes.
+
+        Same answer as joining the tokens' bytes, at a fifth of the cost: each token's first and
+        last 8 bytes are compared as one word; only tokens longer than 16 bytes are looked at alone.
+        """
+        assert self.bytes_of is not None and self.lengths is not None
+        lengths = self.lengths[ids]
+        ends = np.cumsum(lengths)
+        if len(data) != (int(ends[-1]) if len(ids) else 0):
+            return False
+        # One word for every byte of the text, each beginning one byte further.
+        padded = bytes(_WORD) + data + bytes(_WORD)
+        windows: npt.NDArray[np.uint64] = np.ndarray(
+            len(data) + _WORD + 1, dtype="<u8", buffer=padded, strides=(1,)
+        )
+        first, last, keep_first, keep_last = self._words
+        starts = ends - lengths + _WORD
+        if not np.array_equal(windows[starts] & keep_first[ids], first[ids]):
+            return False
+        if not np.array_equal(windows[ends] & keep_last[ids], last[ids]):
+            return False
+        for index in np.flatnonzero(lengths > 2 * _WORD).tolist():
+            begin, end = int(ends[index] - lengths[index]), int(ends[index])
+            if data[begin:end] != self.bytes_of[ids[index]]:
+                return False
+        return True
+
     def tail_ids(self, before: int, tail: bytes) -> list[int]:
         """The ids of a text that follows the added token `before` (-1: the text's beginning).
 
@@ -108,6 +141,28 @@ class Engine:
     def decode(self, ids: Ids) -> str:
         """Text of ids, control tokens included."""
         return str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=False))
+
+
+def _load(source: str) -> Tokenizer:
+    tokenizer = Tokenizer.from_str(source)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+Words = npt.NDArray[np.uint64]
+
+
+def _words(table: list[bytes], lengths: npt.NDArray[np.int64]) -> tuple[Words, ...]:
+    """Per id its first and its last 8 bytes as little-endian words, and masks of what counts."""
+    first = np.array(table, dtype=f"S{_WORD}").view("<u8")
+    # Backwards and big-endian: the last byte is the highest, and what is missing is zero.
+    last = np.array([piece[: -_WORD - 1 : -1] for piece in table], dtype=f"S{_WORD}").view(">u8")
+    ones = [(1 << 8 * count) - 1 for count in range(_WORD + 1)]
+    low = np.array(ones, dtype=np.uint64)
+    high = np.array([ones[-1] - one for one in reversed(ones)], dtype=np.uint64)
+    counts = np.minimum(lengths, _WORD)
+    return first, last.astype("<u8"), low[counts], high[counts]
 
 
 def _unknown_id(tokenizer: Tokenizer, source: dict[str, Any]) -> int | None:

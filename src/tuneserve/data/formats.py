@@ -145,6 +145,11 @@ def _messages(
             raise RowError("bad_type", f"turn {number + 1} is {_type(turn)}", path=here)
         role = _role(turn, "role", _ROLE_NAMES, number, here)
         message: dict[str, Any] = {"role": role}
+        if len(turn) == 2 and isinstance(turn.get("content"), str):  # nearly all
+            message["content"] = turn["content"]
+            messages.append(message)
+            trained.append(True)
+            continue
         content = _content(turn.get("content"), number, (*here, "content"))
         calls = turn.get("tool_calls")
         if calls is None and turn.get("function_call") is not None:

@@ -8,6 +8,7 @@ import os
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import forkserver
 
 from tuneserve.data.engine import Engine
 from tuneserve.data.readers import Block
@@ -32,6 +33,15 @@ def process_count(total_bytes: int, wanted: int | None) -> int:
     return min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
 
 
+def prepare_workers() -> None:
+    """Start the process that workers are forked from; it imports what they need meanwhile.
+
+    Not this process itself: a fork of a process with threads may inherit a held lock.
+    """
+    multiprocessing.set_forkserver_preload([__name__])
+    forkserver.ensure_running()
+
+
 def run_blocks(
     blocks: Iterable[Block], settings: Settings, processes: int, engine: Engine
 ) -> Iterator[Result]:
@@ -45,9 +55,8 @@ def run_blocks(
     if processes == 1:
         yield from map(Worker(settings, engine), blocks)
         return
-    # Spawned, not forked: a fork of a process with threads may inherit a held lock.
     with concurrent.futures.ProcessPoolExecutor(
-        processes, multiprocessing.get_context("spawn"), _start, (settings,)
+        processes, multiprocessing.get_context("forkserver"), _start, (settings, engine)
     ) as pool:
         waiting: deque[concurrent.futures.Future[Result]] = deque()
         try:
@@ -67,10 +76,10 @@ def run_blocks(
                 future.cancel()
 
 
-def _start(settings: Settings) -> None:
+def _start(settings: Settings, engine: Engine) -> None:
     global _worker
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker = Worker(settings)
+    _worker = Worker(settings, engine)
 
 
 def _work(block: Block) -> Result:

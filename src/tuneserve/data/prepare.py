@@ -38,12 +38,10 @@ class Prepared:
     `tool_template` renders conversations with tools; it is `template` itself where that shows them.
     """
 
-    backend: str
     template: ChatTemplate
     engine: Engine
     facts: TemplateFacts
     tool_template: ChatTemplate
-    stop_ids: frozenset[int]
     vocab_rows: int
 
 
@@ -118,7 +116,7 @@ def finish_tokenizer(
     for note in facts.notes:
         log.info("template: %s", note)
     tool_template = add_tools(template) or template
-    return Prepared(backend, template, engine, facts, tool_template, frozenset(stops), vocab_rows)
+    return Prepared(template, engine, facts, tool_template, vocab_rows)
 
 
 def save_tool_template(context: StageContext, prepared: Prepared) -> None:

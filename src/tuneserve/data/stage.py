@@ -14,7 +14,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from tuneserve.data.pool import process_count, run_blocks
+from tuneserve.data.pool import prepare_workers, process_count, run_blocks
 from tuneserve.data.prepare import (
     TOKENIZER,
     Prepared,
@@ -49,6 +49,9 @@ def run(context: StageContext) -> dict[str, Any]:
     child = start_tokenizer(context)
     try:
         sources = open_sources(context.run.data)
+        processes = process_count(sources.size_bytes, context.hints.get("processes"))
+        if processes > 1:
+            prepare_workers()
     except BaseException:
         discard_tokenizer(context, child)
         raise
@@ -61,7 +64,7 @@ def run(context: StageContext) -> dict[str, Any]:
         quarantine_path.open("w", encoding="utf-8", newline="\n") as quarantine,
     ):
         try:
-            _first_pass(context, sources, prepared, spill, findings, quarantine)
+            _first_pass(context, sources, prepared, spill, findings, quarantine, processes)
             spill.close()
             side_of_row = _second_pass(context, sources, spill, findings, quarantine)
         except DataError as error:
@@ -81,13 +84,10 @@ def settings_of(context: StageContext, sources: Sources, prepared: Prepared) -> 
     """What a worker is told."""
     data = context.run.data
     return Settings(
-        backend=prepared.backend,
         sources=prepared.template.sources,
         tool_sources=prepared.tool_template.sources,
         variables=prepared.template.variables,
-        stop_ids=prepared.stop_ids,
         vocab_rows=prepared.vocab_rows,
-        bos_id=prepared.engine.bos_id,
         frames=frozenset(prepared.facts.frames.around),
         files=tuple(sources.names),
         max_length=data.max_length,
@@ -104,9 +104,9 @@ def _first_pass(
     spill: Spill,
     findings: Findings,
     quarantine: IO[str],
+    processes: int,
 ) -> None:
     """Every row through every check that needs no other row."""
-    processes = process_count(sources.size_bytes, context.hints.get("processes"))
     settings = settings_of(context, sources, prepared)
     finished_bytes, last_file, last_bytes = 0, 0, 0
     with Progress("validate", total=None, unit="row") as progress:

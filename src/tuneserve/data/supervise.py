@@ -14,9 +14,10 @@ their end tokens, with nothing around them that the template does not put around
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -74,75 +75,62 @@ class Supervisor:
     def tokenize(self, pieces: list[Piece]) -> list[TokenRow | RowError]:
         """One result per piece, in order."""
         lists = self.engine.encode_batch([piece.text for piece in pieces])
-        results: list[TokenRow | RowError | None] = [None] * len(pieces)
-        exact: list[int] = []
         data = [piece.text.encode() for piece in pieces]
-        table = self.engine.bytes_of
-        if table is not None:
-            flat = chain.from_iterable(lists)
-            if b"".join(map(table.__getitem__, flat)) == b"".join(data):
-                exact = list(range(len(pieces)))
-            else:
-                exact = [
-                    i
-                    for i, ids in enumerate(lists)
-                    if b"".join(map(table.__getitem__, ids)) == data[i]
-                ]
+        results: list[TokenRow | RowError | None] = [None] * len(pieces)
+        ids = _joined(lists)
+        if self.engine.lengths is None:
+            exact = []
+        elif self.engine.spells(ids, b"".join(data)):
+            exact = list(range(len(pieces)))
+        else:
+            exact = [i for i, row in enumerate(lists) if self.engine.spells(_ids(row), data[i])]
+            ids = _joined([lists[i] for i in exact])
         made = self._exact(
-            [pieces[i] for i in exact], [lists[i] for i in exact], [data[i] for i in exact]
+            [pieces[i] for i in exact], [lists[i] for i in exact], [data[i] for i in exact], ids
         )
         for index, row in zip(exact, made, strict=True):
             results[index] = row
         for index, piece in enumerate(pieces):
             if results[index] is None:
                 try:
-                    results[index] = self._by_offsets(piece, np.array(lists[index], np.int32))
+                    results[index] = self._by_offsets(piece, _ids(lists[index]))
                 except RowError as error:
                     results[index] = error
         return [result for result in results if result is not None]
 
     def _exact(
-        self, pieces: list[Piece], lists: list[list[int]], data: list[bytes]
+        self, pieces: list[Piece], lists: list[list[int]], data: list[bytes], ids: Ids
     ) -> list[TokenRow | RowError]:
         """Rows whose ids decode to their bytes, as one long array."""
         if not pieces:
             return []
         engine = self.engine
         assert engine.lengths is not None
-        ids = np.fromiter(chain.from_iterable(lists), dtype=np.int32)
         starts = np.zeros(len(lists) + 1, dtype=np.int64)
         np.cumsum([len(row) for row in lists], out=starts[1:])
         if int(ids.max(initial=0)) >= min(engine.vocab_rows, len(engine.lengths)):
-            return [self._out_of_range(row) or self._exact([p], [row], [d])[0]
+            return [self._out_of_range(row) or self._exact([p], [row], [d], _ids(row))[0]
                     for p, row, d in zip(pieces, lists, data, strict=True)]  # fmt: skip
         ends = np.cumsum(engine.lengths[ids])
         errors = self._whole_row_errors(pieces, ids, starts)
-        spans = _Spans(
-            data=b"".join(data),
-            ids=ids,
-            ends=ends,
-            starts=starts,
-            added=np.flatnonzero(engine.is_added[ids]),
-            stops=np.flatnonzero(engine.is_stop[ids]),
-        )
-        change = np.zeros(len(ids) + 1, dtype=np.int8)
-        byte_start = 0
-        for row, piece in enumerate(pieces):
-            ascii_text = len(data[row]) == len(piece.text)
-            for cut, number in piece.cuts:
-                if row in errors:
-                    break
-                place = cut if ascii_text else len(piece.text[:cut].encode())
-                try:
-                    begin, end = self._span(spans, row, byte_start + place, piece, number)
-                except RowError as error:
-                    errors[row] = error
-                    break
-                change[begin] += 1
-                change[end + 1] -= 1
-            byte_start += len(data[row])
-        mask = np.cumsum(change[:-1]).astype(bool)
         edges = starts.tolist()
+        change = np.zeros(len(ids) + 1, dtype=np.int8)
+        for span in _spans(pieces, data, ends, edges, engine.is_added[ids], engine.is_stop[ids]):
+            if span.row in errors:
+                continue
+            piece, first = pieces[span.row], edges[span.row]
+            try:
+                self._check_prompt(span, lists[span.row], data[span.row], first)
+                if span.end is None:
+                    raise _no_end(span.number)
+                answer = data[span.row][span.cut : span.end_byte].decode()
+                self._prove_answer(piece, span.number, answer)
+            except RowError as error:
+                errors[span.row] = error
+                continue
+            change[span.begin] += 1
+            change[span.end + 1] -= 1
+        mask = np.cumsum(change[:-1]).astype(bool)
         return [
             errors.get(row) or TokenRow(ids[begin:end], mask[begin:end])
             for row, (begin, end) in enumerate(pairwise(edges))
@@ -150,7 +138,7 @@ class Supervisor:
 
     def _out_of_range(self, row: list[int]) -> RowError | None:
         try:
-            check_range(np.array(row, dtype=np.int32), self.engine.vocab_rows)
+            check_range(_ids(row), self.engine.vocab_rows)
         except RowError as error:
             return error
         return None
@@ -176,30 +164,18 @@ class Supervisor:
                     errors[row] = _double_bos(bos)
         return errors
 
-    def _span(
-        self, spans: _Spans, row: int, cut: int, piece: Piece, number: int
-    ) -> tuple[int, int]:
-        """First and last token of an answer that begins at byte `cut` of all rows' bytes."""
-        engine, first = self.engine, int(spans.starts[row])
-        before = int(spans.ends.searchsorted(cut))  # the token that ends at or behind the cut
-        if spans.ends[before] != cut:
-            raise _mismatch(number, before - first)
-        begin = before + 1
-        anchor_at = int(spans.added.searchsorted(begin)) - 1
-        anchor = int(spans.added[anchor_at]) if anchor_at >= 0 else -1
-        if anchor >= first:
-            own = engine.tail_ids(int(spans.ids[anchor]), spans.data[int(spans.ends[anchor]) : cut])
+    def _check_prompt(self, span: _Span, ids: list[int], data: bytes, first: int) -> None:
+        """The prompt's own ids must be the beginning of the row's."""
+        engine, number = self.engine, span.number
+        if not span.on_edge:
+            raise _mismatch(number, span.begin - 1 - first)
+        begin = span.begin - first
+        if span.anchor is None:
+            anchor, own = -1, engine.tail_ids(-1, data[: span.cut])
         else:
-            anchor = first - 1
-            byte_first = int(spans.ends[first - 1]) if first else 0
-            own = engine.tail_ids(-1, spans.data[byte_first:cut])
-        _compare(own, spans.ids[anchor + 1 : begin].tolist(), number, anchor + 1 - first)
-        stop_at = int(spans.stops.searchsorted(begin))
-        if stop_at == len(spans.stops) or spans.stops[stop_at] >= spans.starts[row + 1]:
-            raise _no_end(number)
-        end = int(spans.stops[stop_at])
-        self._prove_answer(piece, number, spans.data[cut : int(spans.ends[end])].decode())
-        return begin, end
+            anchor = span.anchor - first
+            own = engine.tail_ids(ids[anchor], data[span.anchor_byte : span.cut])
+        _compare(own, ids[anchor + 1 : begin], number, anchor + 1)
 
     def _by_offsets(self, piece: Piece, ids: Ids) -> TokenRow:
         """One row of a tokenizer that is not byte-level, or that normalizes the text."""
@@ -273,24 +249,88 @@ class Supervisor:
         return wanted
 
 
-@dataclass(frozen=True, slots=True)
-class _Spans:
-    """Rows one after another.
+def _ids(row: list[int]) -> Ids:
+    return np.array(row, dtype=np.int32)
+
+
+def _joined(rows: list[list[int]]) -> Ids:
+    return np.fromiter(chain.from_iterable(rows), dtype=np.int32)
+
+
+class _Span(NamedTuple):
+    """An answer in rows that lie one after another; bytes are counted from its row's beginning.
 
     Attributes:
-        data: Bytes of all texts.
-        ids: Ids of all rows.
-        ends: Per id, where its bytes end in `data`.
-        starts: Per row, its first index in `ids`; one more at the end.
-        added, stops: Indices of added tokens and of stop tokens.
+        row, number: Which row, and which of its messages.
+        cut: Byte where the answer begins.
+        on_edge: Whether a token ends there.
+        begin, end: Indices of its first and last token; no end where no stop token follows.
+        end_byte: Where that last token's bytes end.
+        anchor, anchor_byte: Index of the last added token before it, and where its bytes end.
     """
 
-    data: bytes
-    ids: Ids
-    ends: npt.NDArray[np.int64]
-    starts: npt.NDArray[np.int64]
-    added: npt.NDArray[np.int64]
-    stops: npt.NDArray[np.int64]
+    row: int
+    number: int
+    cut: int
+    on_edge: bool
+    begin: int
+    end: int | None
+    end_byte: int
+    anchor: int | None
+    anchor_byte: int
+
+
+def _spans(
+    pieces: list[Piece],
+    data: list[bytes],
+    ends: npt.NDArray[np.int64],
+    edges: list[int],
+    is_added: npt.NDArray[np.bool_],
+    is_stop: npt.NDArray[np.bool_],
+) -> Iterator[_Span]:
+    """Finds every answer's tokens, all rows at once.
+
+    Args:
+        pieces, data: The rows and their bytes.
+        ends: Per id of all rows, where its bytes end in all rows' bytes.
+        edges: Per row, its first index among the ids; one more at the end.
+        is_added, is_stop: Per id.
+    """
+    places = []
+    row_byte = 0
+    for row, (piece, raw) in enumerate(zip(pieces, data, strict=True)):
+        ascii_text = len(raw) == len(piece.text)
+        for cut, number in piece.cuts:
+            place = cut if ascii_text else len(piece.text[:cut].encode())
+            places.append((row, number, place, row_byte))
+        row_byte += len(raw)
+    cuts = np.array([place + begin for _, _, place, begin in places], dtype=np.int64)
+    before = ends.searchsorted(cuts)  # the token that ends at or behind the cut
+    added, stops = np.flatnonzero(is_added), np.flatnonzero(is_stop)
+    anchors = np.concatenate([[-1], added])[added.searchsorted(before + 1)]
+    last = np.concatenate([stops, [len(ends)]])[stops.searchsorted(before + 1)]
+    found = zip(
+        places,
+        (ends[before] == cuts).tolist(),
+        before.tolist(),
+        anchors.tolist(),
+        ends[anchors].tolist(),
+        last.tolist(),
+        np.concatenate([ends, [0]])[last].tolist(),
+        strict=True,
+    )
+    for (row, number, place, begin), on_edge, at, anchor, anchor_byte, end, end_byte in found:
+        yield _Span(
+            row,
+            number,
+            place,
+            on_edge,
+            at + 1,
+            end if end < edges[row + 1] else None,
+            end_byte - begin,
+            anchor if anchor >= edges[row] else None,
+            anchor_byte - begin,
+        )
 
 
 def _compare(own: list[int], found: list[int], number: int, first: int) -> None:

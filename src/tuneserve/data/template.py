@@ -16,7 +16,7 @@ from typing import Any
 import jinja2
 import jinja2.ext
 import jinja2.sandbox
-from jinja2.runtime import LoopContext
+from jinja2.runtime import Context, LoopContext
 
 Message = dict[str, Any]
 
@@ -83,10 +83,20 @@ def _compile(source: str) -> jinja2.Template:
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
-    template = environment.from_string(source)
-    # A ChainMap by default, which jinja2 copies at every rendering, key by key.
-    template.globals = dict(template.globals)
-    return template
+    return environment.from_string(source)
+
+
+def _renderer(template: jinja2.Template) -> Callable[[dict[str, Any]], str]:
+    """`template.render` without what it makes anew at every call: half of a short rendering."""
+    shared, run = dict(template.globals), template.root_render_func
+    context = Context(template.environment, {}, template.name, template.blocks)
+
+    def render(variables: dict[str, Any]) -> str:
+        context.parent = {**shared, **variables}
+        context.vars, context.exported_vars = {}, set()  # what the template itself sets
+        return "".join(run(context))
+
+    return render
 
 
 class ChatTemplate:
@@ -103,9 +113,7 @@ class ChatTemplate:
 
     def __init__(self, sources: dict[str, str], variables: dict[str, Any]) -> None:
         self.sources, self.variables = sources, variables
-        self._render: dict[str, Callable[..., str]] = {
-            name: _compile(source).render for name, source in sources.items()
-        }
+        self._render = {name: _renderer(_compile(source)) for name, source in sources.items()}
 
     def render(
         self, messages: list[Message], tools: list[dict[str, Any]] | None, *, prompt: bool
@@ -117,11 +125,13 @@ class ChatTemplate:
         """
         name = "tool_use" if tools and "tool_use" in self._render else "default"
         return self._render[name](
-            messages=messages,
-            tools=tools,
-            documents=None,
-            add_generation_prompt=prompt,
-            **self.variables,
+            {
+                "messages": messages,
+                "tools": tools,
+                "documents": None,
+                "add_generation_prompt": prompt,
+                **self.variables,
+            }
         )
 
 
@@ -129,6 +139,9 @@ def server_form(messages: list[Message]) -> list[Message]:
     """Messages as vLLM hands them to the template: arguments parsed, no content empty."""
     made = []
     for message in messages:
+        if len(message) == 2 and message["content"]:  # role and content: nearly all
+            made.append(message)
+            continue
         new: Message = {"role": message["role"], "content": message["content"] or ""}
         if "tool_calls" in message:
             new["tool_calls"] = [

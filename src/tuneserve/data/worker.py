@@ -27,19 +27,18 @@ from tuneserve.data.template import ChatTemplate
 from tuneserve.errors import DataError
 
 _QUARANTINE_CHARS = 65536
+# json.dumps with an option makes an encoder at every call.
+_encode = json.JSONEncoder(ensure_ascii=False).encode
 
 
 @dataclass(frozen=True)
 class Settings:
     """All that a worker needs, small enough to send to it once."""
 
-    backend: str
     sources: dict[str, str]
     tool_sources: dict[str, str]
     variables: dict[str, Any]
-    stop_ids: frozenset[int]
     vocab_rows: int
-    bos_id: int | None
     frames: frozenset[tuple[str, str]]
     files: tuple[str, ...]
     max_length: int
@@ -120,17 +119,12 @@ class Worker:
 
     Args:
         settings: What to do.
-        engine: The tokenizer, where this process has it already.
+        engine: The tokenizer.
     """
 
-    def __init__(self, settings: Settings, engine: Engine | None = None) -> None:
+    def __init__(self, settings: Settings, engine: Engine) -> None:
         self.settings = settings
-        self.engine = engine or Engine(
-            settings.backend,
-            stop_ids=set(settings.stop_ids),
-            vocab_rows=settings.vocab_rows,
-            bos_id=settings.bos_id,
-        )
+        self.engine = engine
         self.template = ChatTemplate(settings.sources, settings.variables)
         # A prelude for tools costs time in every rendering: only rows that need it pay.
         self.tool_template = ChatTemplate(settings.tool_sources, settings.variables)
@@ -223,7 +217,7 @@ class Worker:
             if cut:
                 line["truncated"] = True
                 result.warnings.append(("truncated", row.line))
-            result.messages.append(json.dumps(line, ensure_ascii=False))
+            result.messages.append(_encode(line))
 
     def _fit(self, row: TokenRow, raw: RawRow, file: int) -> tuple[TokenRow, bool]:
         """Apply the length policy, then count again what is supervised."""

@@ -10,7 +10,6 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute  # noqa: F401  (filter needs it; loaded here, not amid the rows)
 import pyarrow.parquet as pq
 
 from tuneserve.data.spill import Spill
@@ -56,9 +55,13 @@ def write_rows(
     with contextlib.ExitStack() as stack:
         writers = [
             stack.enter_context(
-                # Dictionaries cost more time than they save bytes on token ids.
+                # On token ids dictionaries and statistics cost more time than all the rest.
                 pq.ParquetWriter(
-                    out / f"{side}.parquet", SCHEMA, compression="zstd", use_dictionary=["source"]
+                    out / f"{side}.parquet",
+                    SCHEMA,
+                    compression="zstd",
+                    use_dictionary=["source"],
+                    write_statistics=False,
                 )
             )
             for side in SIDES
@@ -70,28 +73,49 @@ def write_rows(
         for begin, ids, labels, message_lines in spill.chunks(_CHUNK_ROWS):
             count = len(message_lines)
             sides = side_of_row[begin : begin + count]
-            offsets = np.zeros(count + 1, dtype=np.int32)
-            np.cumsum(lengths[begin : begin + count], out=offsets[1:])
+            row_lengths = lengths[begin : begin + count]
+            side_of_token = np.repeat(sides, row_lengths)
             owners = conversation_of[begin : begin + count]
-            table = pa.table(
-                [
-                    pa.ListArray.from_arrays(offsets, pa.array(ids)),
-                    pa.ListArray.from_arrays(offsets, pa.array(labels)),
-                    pa.array([source(int(owner)) for owner in owners], pa.string()),
-                ],
-                schema=SCHEMA,
-            )
             for side, (writer, stream) in enumerate(zip(writers, messages, strict=True)):
-                chosen = sides == side
-                if chosen.any():
-                    writer.write_table(table.filter(pa.array(chosen)))
-                    stream.writelines(message_lines[i] for i in np.flatnonzero(chosen))
+                chosen = np.flatnonzero(sides == side)
+                if len(chosen):
+                    tokens = side_of_token == side
+                    sources = [source(int(owner)) for owner in owners[chosen]]
+                    writer.write_table(
+                        _table(row_lengths[chosen], ids[tokens], labels[tokens], sources)
+                    )
+                    stream.writelines(message_lines[i] for i in chosen)
             for index in np.flatnonzero(sides < 0):
                 owner = int(owners[index])
                 if owner not in said:
                     said.add(owner)
                     first = source(int(duplicate_of[owner]))
                     _quarantine(quarantine, source(owner), first, message_lines[index])
+
+
+def _table(
+    lengths: npt.NDArray[np.int64],
+    ids: npt.NDArray[np.int32],
+    labels: npt.NDArray[np.int32],
+    sources: list[str],
+) -> pa.Table:
+    """A table over the arrays' own memory (`pa.array` would import pandas to look at them)."""
+    names = [source.encode() for source in sources]
+    texts = pa.StringArray.from_buffers(
+        len(names), _offsets([len(name) for name in names]), pa.py_buffer(b"".join(names))
+    )
+    offsets = pa.Array.from_buffers(pa.int32(), len(lengths) + 1, [None, _offsets(lengths)])
+    columns = [
+        pa.ListArray.from_arrays(
+            offsets, pa.Array.from_buffers(pa.int32(), len(values), [None, pa.py_buffer(values)])
+        )
+        for values in (ids, labels)
+    ]
+    return pa.Table.from_arrays([*columns, texts], schema=SCHEMA)
+
+
+def _offsets(lengths: npt.ArrayLike) -> pa.Buffer:
+    return pa.py_buffer(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
 
 
 def _quarantine(stream: IO[str], source: str, first: str, line: bytes) -> None:
