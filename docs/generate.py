@@ -1,0 +1,196 @@
+"""Write run-file.md and errors.md from the code that they describe: `python docs/generate.py`."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
+from pydantic.fields import FieldInfo
+
+from tuneserve.config import RunFile, Size
+from tuneserve.errors import TuneserveError, error_classes
+from tuneserve.section import Section
+
+HERE = Path(__file__).parent
+HEAD = """\
+# The run file
+
+One YAML file says what varies from run to run. `tuneserve init DATA` writes one that fits your
+data and your card; [deploy/runs/](../deploy/runs/) has one for each size of card. A field that is
+not known, or a value that is not allowed, is refused before anything starts, all of them at once.
+Relative paths are taken from the run file's own folder. Secrets are never in it: it names the
+environment variables that hold them.
+
+Only `name`, `model.base` and `data.train` are required.
+
+<!-- Generated from src/tuneserve/config.py by docs/generate.py; do not edit by hand. -->
+"""
+_NAMES = {int: "whole number", float: "number", bool: "true or false", str: "text"}
+_BOUNDS = {Ge: ("ge", ">= "), Gt: ("gt", "> "), Le: ("le", "<= "), Lt: ("lt", "< ")}
+
+
+def reference() -> str:
+    """The page."""
+    parts = [HEAD]
+    plain = [(n, f) for n, f in RunFile.model_fields.items() if _section(f.annotation) is None]
+    parts.append("\n## Top\n\n" + _table(plain))
+    for name, field in RunFile.model_fields.items():
+        if (section := _section(field.annotation)) is not None:
+            parts += _section_text(name, section, field)
+    return "".join(parts)
+
+
+def _section_text(path: str, section: type[Section], field: FieldInfo) -> Iterator[str]:
+    """A section's heading, its purpose and its fields; sections inside it follow."""
+    about = " ".join((section.__doc__ or field.description or "").split())
+    inner = [(n, f) for n, f in section.model_fields.items() if _section(f.annotation)]
+    same = {_section(f.annotation) for _, f in inner}
+    yield f"\n## {path}\n\n{about}\n\n"
+    rows = [(n, f) for n, f in section.model_fields.items() if not _section(f.annotation)]
+    if rows:
+        yield _table(rows)
+    if len(inner) > 1 and len(same) == 1:  # one table for all that are alike, such as `engines`
+        names = ", ".join(f"`{path}.{n}` ({f.description})" for n, f in inner)
+        yield f"{names}. Each has:\n\n".replace(".)", ")")
+        only = same.pop()
+        assert only is not None
+        yield _table(list(only.model_fields.items()))
+        return
+    for name, field in section.model_fields.items():
+        if (entry := _entry(field.annotation)) is not None:
+            yield f"\nEach entry of `{path}.{name}`:\n\n" + _table(list(entry.model_fields.items()))
+    for name, sub in inner:
+        kind = _section(sub.annotation)
+        assert kind is not None
+        yield from _section_text(f"{path}.{name}", kind, sub)
+
+
+def _table(fields: list[tuple[str, FieldInfo]]) -> str:
+    lines = ["| field | value | default | meaning |", "|---|---|---|---|"]
+    for name, field in fields:
+        cells = (f"`{name}`", _type(field), _default(field), _cell(field.description or ""))
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _type(field: FieldInfo) -> str:
+    bounds = []
+    for item in field.metadata:
+        for kind, (attribute, sign) in _BOUNDS.items():
+            if isinstance(item, kind):
+                bounds.append(f"{sign}{getattr(item, attribute):g}")
+        if isinstance(item, MinLen) and item.min_length > 1:
+            bounds.append(f"at least {item.min_length}")
+        if isinstance(item, MaxLen):
+            bounds.append(f"at most {item.max_length}")
+    text = _words(field.annotation, field)
+    return _cell(text + (f", {', '.join(bounds)}" if bounds else ""))
+
+
+def _words(kind: Any, field: FieldInfo | None = None) -> str:
+    metadata = field.metadata if field else []
+    if any(type(item).__name__ == "BeforeValidator" for item in metadata):
+        return "size, such as `700MiB` or bytes"
+    if kind == Size or get_origin(kind) is Annotated:
+        return _words(get_args(kind)[0])
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return " \\| ".join(f"`{_yaml(value)}`" for value in inner).replace("\\|", "or")
+    if origin in (Union, types.UnionType):
+        return " or ".join(_words(part) for part in inner if part is not type(None))
+    if origin is list:
+        return f"list of {_plural(_words(inner[0]))}"
+    if origin is dict:
+        return f"names and their {_plural(_words(inner[1]))}"
+    if (section := _section(kind)) is not None:
+        return "{" + ", ".join(f"`{name}`" for name in section.model_fields) + "}"
+    return _NAMES.get(kind, getattr(kind, "__name__", str(kind)))
+
+
+def _plural(words: str) -> str:
+    return {"text": "texts", "number": "numbers", "whole number": "whole numbers"}.get(words, words)
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    return "unset" if value in (None, "") else f"`{_yaml(value)}`"
+
+
+def _yaml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_yaml, value)) + "]"
+    if isinstance(value, int) and value >= 2**20 and value % 2**20 == 0:
+        return f"{value // 2**20}MiB"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _entry(kind: Any) -> type[Section] | None:
+    """The section that a list holds, if it does."""
+    return _section(get_args(kind)[0]) if get_origin(kind) is list else None
+
+
+def _section(kind: Any) -> type[Section] | None:
+    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
+
+
+ERRORS_HEAD = """\
+# Errors and exit statuses
+
+Every error says what was found and where, what was expected, and what to do. With `--json` the
+same is one object on stdout: `{"error": {"kind", "message", "expected", "hint", "details"}}`.
+
+| exit status | meaning |
+|---|---|
+| 0 | done |
+| 1 | a bug of ours, or a process that was killed |
+| 2 | your input: data, run file, model, adapter, or the words of the command |
+| 3 | not enough memory, disk or GPU |
+| 4 | a gate refused the candidate; what was serving goes on serving |
+| 5 | an outside service failed: hub, server, port |
+
+Prefect retries only what can pass by itself. What to do about a symptom:
+[troubleshooting.md](troubleshooting.md).
+
+<!-- Generated from src/tuneserve/errors.py by docs/generate.py; do not edit by hand. -->
+"""
+
+
+def errors() -> str:
+    """The page of error classes, in the order of the tree."""
+    parts = [ERRORS_HEAD]
+    found = error_classes()
+    todo = [TuneserveError]
+    while todo:
+        cls = todo.pop(0)
+        below = [sub for sub in cls.__subclasses__() if sub is found.get(sub.__name__)]
+        todo = below + todo
+        if cls is TuneserveError:
+            continue
+        parent = cls.__bases__[0]
+        kind = "" if parent is TuneserveError else f" One kind of [`{parent.__name__}`](#{_anchor(parent)})."
+        again = "Retried." if cls.retryable else "Not retried."
+        about = " ".join((cls.__doc__ or "").split())
+        parts.append(f"\n## {cls.__name__}\n\n{about}{kind} Exit {cls.exit_status}. {again}\n")
+    return "".join(parts)
+
+
+def _anchor(cls: type) -> str:
+    return cls.__name__.lower()
+
+
+PAGES = {"run-file.md": reference, "errors.md": errors}
+
+if __name__ == "__main__":
+    for name, make in PAGES.items():
+        (HERE / name).write_text(make(), encoding="utf-8")
