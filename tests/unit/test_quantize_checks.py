@@ -204,6 +204,21 @@ def test_a_whole_export_passes_the_static_check(tmp_path: Path, method: str) -> 
     assert checks.static_check(export, merged, **asked) == []
 
 
+def test_the_bias_of_a_packed_layer_may_be_float16(tmp_path: Path) -> None:
+    """GPTQModel writes it so, whatever the model's type; only there."""
+    bias = "model.layers.0.self_attn.k_proj.bias"
+    merged = write_model(tmp_path / "m", {**llama(), bias: ("BF16", (192,))}, config())
+    asked: dict[str, Any] = {"method": "gptq", "bits": 4, "group_size": 64}
+    for dtype, fine in (("F16", True), ("BF16", True), ("F32", False)):
+        tensors = {**exported(), bias: (dtype, (192,))}
+        export = write_model(tmp_path / "q", tensors, config(quantization_config=GPTQ))
+        assert (checks.static_check(export, merged, **asked) == []) is fine
+    norm = "model.layers.0.input_layernorm.weight"
+    tensors = {**exported(), bias: ("F16", (192,)), norm: ("F16", (576,))}
+    export = write_model(tmp_path / "q", tensors, config(quantization_config=GPTQ))
+    assert "is F16" in checks.static_check(export, merged, **asked)[0]
+
+
 def test_the_static_check_finds_each_fault(tmp_path: Path) -> None:
     merged = write_model(tmp_path / "m", llama(), config())
     q = "model.layers.0.self_attn.k_proj"
