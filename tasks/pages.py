@@ -60,7 +60,9 @@ def show_stage(call: StageCall, result: StageResult) -> None:
             create_table_artifact(
                 key=page_key(name, call.stage, title), table=rows, description=f"{title} of {name}"
             )
-        for plot in sorted(Path(result.path).glob("*.png")) if result.path else ():
+        # An artifact's own pictures; a release has none, its report has a folder.
+        folder = result.path or result.metrics.get("report_folder")
+        for plot in sorted(Path(folder).glob("*.png")) if folder else ():
             if plot.stat().st_size <= _LARGEST_PLOT_BYTES:
                 data = base64.b64encode(plot.read_bytes()).decode()
                 create_image_artifact(
@@ -90,7 +92,9 @@ def tables(result: StageResult) -> dict[str, list[dict[str, Any]]]:
         found["gates"] = [
             {
                 "gate": gate["name"],
-                "decision": "passed" if gate["passed"] else "REFUSED",
+                "decision": gate.get("decision", "passed")
+                if gate["passed"]
+                else gate.get("decision", "refused").upper(),
                 "found": gate["found"],
                 "wanted": gate["wanted"],
             }
