@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -108,3 +109,32 @@ def deploy(env: dict[str, str]) -> None:
     prefect(
         env, "--no-prompt", "deploy", "--prefect-file", "deploy/prefect.yaml", "--name", "local"
     )
+
+
+@contextlib.contextmanager
+def server(env: dict[str, str], folder: Path, port: int) -> Iterator[subprocess.Popen]:
+    """A server of its own, for tests that kill it; its database is in PREFECT_HOME."""
+    with (folder / "server.log").open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "prefect", "server", "start", "--port", str(port)],
+            cwd=ROOT,
+            env={**env, "PREFECT_API_URL": ""},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def answers() -> bool:
+        try:
+            with urllib.request.urlopen(f"{env['PREFECT_API_URL']}/health", timeout=2):
+                return True
+        except OSError:
+            return False
+
+    try:
+        until(answers, "the server answers")
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

@@ -19,6 +19,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,13 @@ def behave(context: Any) -> dict[str, Any]:
             (context.out / "result.txt").write_text("done")
         case "hang":
             _hang(settings)
+        case "hang with a child":
+            _hang_with_a_child(folder / "hanging.json")
+        case "wait":
+            (folder / "waiting").touch()
+            while not (folder / "go").exists():
+                time.sleep(0.1)
+            (context.out / "result.txt").write_text("done")
         case "hang alone":
             signal.pause()
     return {
@@ -241,6 +249,16 @@ def _hang(settings: Any) -> None:
     )
     stream.write(json.dumps([os.getpid(), grandchild.pid]) + "\n")
     stream.flush()
+    while True:
+        signal.pause()
+
+
+def _hang_with_a_child(note: Path) -> None:
+    """Wait for ever with a grandchild; `note` holds the ids of both."""
+    grandchild = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    provisional = note.with_suffix(".new")
+    provisional.write_text(json.dumps([os.getpid(), grandchild.pid]))
+    provisional.rename(note)
     while True:
         signal.pause()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import time
 import uuid
 from collections.abc import Callable
@@ -98,8 +99,11 @@ def _watched(
         record.state, record.error = "failed", f"{type(error).__name__}: {error}"
         _tell(run, record, link, {})
         raise
-    except BaseException:  # a person, or the machine going down, ended it
-        record.state = "cancelled"
+    except BaseException as error:
+        record.state = "cancelled"  # by a person, or because the machine goes down
+        if isinstance(error, SystemExit) and error.code != 128 + signal.SIGTERM:
+            record.state, record.error = "failed", "whoever started this run is gone"
+            _tell(run, record, link, {})
         raise
     record.state = result.outcome
     if result.metrics.get("reused"):
