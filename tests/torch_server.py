@@ -39,10 +39,17 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         """Say nothing."""
 
+    def do_GET(self) -> None:
+        self._send({"data": [{"id": "m", "max_model_len": 1024}]})
+
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with self.server.lock, torch.no_grad():
-            data = json.dumps(self._answer(body)).encode()
+            answer = self._answer(body)
+        self._send(answer)
+
+    def _send(self, answer: dict[str, Any]) -> None:
+        data = json.dumps(answer).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()

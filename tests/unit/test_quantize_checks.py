@@ -107,6 +107,13 @@ def test_tensor_parallel_parts_must_hold_whole_groups() -> None:
     assert len(uneven) == 2 and "do not split evenly over 5 GPUs" in uneven[0]
 
 
+def test_the_export_is_refused_for_the_gpus_that_will_serve_it(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "m", llama(), config())
+    checks.preflight(model, "gptq", 64, tensor_parallel_size=3)  # 576 / 3 = 3 x 64
+    with pytest.raises(QuantizeError, match="o_proj: 144 input features on each of 4 GPUs"):
+        checks.preflight(model, "gptq", 64, tensor_parallel_size=4)
+
+
 @pytest.mark.parametrize(("shape", "bad"), [((48, 64), True), ((64, 48), True), ((64, 32), False)])
 def test_features_that_the_kernels_cannot_tile(shape: tuple[int, int], bad: bool) -> None:
     assert bool(checks.kernel_problems({"layers.0.up_proj": shape})) is bad

@@ -135,8 +135,16 @@ def head_problems(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> list
     return []
 
 
-def preflight(model: Path, method: str, group_size: int) -> Checkpoint:
+def preflight(
+    model: Path, method: str, group_size: int, *, tensor_parallel_size: int = 1
+) -> Checkpoint:
     """Refuse a model whose 4-bit export could not be made or not be served; nothing is loaded.
+
+    Args:
+        model: Folder of a 16-bit model.
+        method: gptq or awq.
+        group_size: Weights per scale.
+        tensor_parallel_size: GPUs that will serve it together.
 
     Returns:
         The checkpoint's headers.
@@ -154,7 +162,7 @@ def preflight(model: Path, method: str, group_size: int) -> Checkpoint:
         problems.append("config.json has a quantization_config: the model is quantized already")
     if not shapes:
         problems.append("no linear layer was found in its decoder layers")
-    problems += group_size_problems(shapes, group_size)
+    problems += group_size_problems(shapes, group_size, tensor_parallel_size=tensor_parallel_size)
     problems += kernel_problems(shapes)
     problems += head_problems(checkpoint.tensors, config)
     if problems:

@@ -131,10 +131,13 @@ def export(
     trust_remote_code: bool = False,
     batch_size: int | None = None,
     offload: bool = False,
+    tensor_parallel_size: int = 1,
 ) -> QuantizeResult:
     """Fill the empty folder `out`; see `quantize_model`. On an error `out` is not to be used."""
     clock = _Clock()
-    checkpoint = preflight(model, method, section.group_size)
+    checkpoint = preflight(
+        model, method, section.group_size, tensor_parallel_size=tensor_parallel_size
+    )
     shapes = quantized_shapes(checkpoint.tensors)
     calibration = choose(
         dataset,

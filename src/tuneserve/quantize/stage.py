@@ -20,5 +20,6 @@ def run(context: StageContext) -> dict[str, Any]:
         trust_remote_code=context.run.model.trust_remote_code,
         batch_size=context.hints.get("calibration_batch"),
         offload=bool(context.hints.get("offload")),
+        tensor_parallel_size=context.run.serve.tensor_parallel,
     )
     return result.to_json()

@@ -23,11 +23,13 @@ from tuneserve.release.heldout import IGNORED, Row
 from tuneserve.release.model_files import read_model
 from tuneserve.release.parity import tokenize
 from tuneserve.release.served_loss import served_scores
+from tuneserve.release.unixhttp import ask
 
 log = logging.getLogger(__name__)
 
 # It serves requests meanwhile.
 _AT_ONCE = 1
+_MODELS_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ def measure_champion(
         rows: Held-out rows.
         stop_ids: Ids that end its answers.
     """
+    longest = _longest(socket_path, model)
     asked: list[Row] = []
     places: list[int] = []
     for at, row in enumerate(rows):
@@ -78,7 +81,7 @@ def measure_champion(
         except ServerError as error:
             log.info("the champion cannot render %s: %s", row.source, error.message)
             continue
-        if own.supervised:
+        if own.supervised and len(own.ids) < longest:
             asked.append(own)
             places.append(at)
     nats: list[float | None] = [None] * len(rows)
@@ -106,11 +109,18 @@ def safely_measure(
     try:
         stops = read_model(folder, trust_remote_code=True).stop_ids
         found = measure_champion(socket_path, model, release, rows, stops)
-    except (ModelError, ServerError, OSError, http.client.HTTPException) as error:
+    except (ModelError, ServerError, OSError, ValueError, http.client.HTTPException) as error:
         return None, f"{release} could not be measured ({error})"
     if not any(value is not None for value in found.nats):
         return None, f"{release} could not take a single held-out conversation"
     return found, ""
+
+
+def _longest(socket_path: Path, model: str) -> int:
+    """Tokens that the champion takes; a large number when it does not say."""
+    answer = ask(socket_path, "GET", "/v1/models", timeout_seconds=_MODELS_SECONDS)
+    known = {entry["id"]: entry for entry in answer.json().get("data", [])}
+    return int(known.get(model, {}).get("max_model_len") or 1 << 30)
 
 
 def _in_its_words(socket_path: Path, model: str, row: Row, stop_ids: Sequence[int]) -> Row:

@@ -5,18 +5,19 @@ Whatever is refused or fails leaves the champion serving and no process behind.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tuneserve.artifacts import write_json_atomic
-from tuneserve.errors import InputError, RunFileError
+from tuneserve.errors import GateRefused, InputError, RunFileError
 from tuneserve.progress import human_bytes, human_seconds
 from tuneserve.release import capacity, gateway, keys, promote, state, vllm_command
 from tuneserve.release.card import CardFacts, write_card
@@ -27,7 +28,7 @@ from tuneserve.release.heldout import Row, read_rows, spread
 from tuneserve.release.judging import Measured, Subject, judge_candidate, rows_to_score
 from tuneserve.release.layout import layout
 from tuneserve.release.model_files import ModelFacts, read_model
-from tuneserve.release.parity import ParityRefused, check_parity
+from tuneserve.release.parity import check_parity
 from tuneserve.release.ready import check_answers, healthy, prompts_of, wait_until_up
 from tuneserve.release.request import ReleaseRequest, check_tools, request_of
 from tuneserve.release.supervisor import GATEWAY, Keeper, server_program
@@ -276,26 +277,21 @@ def _prove(servers: promote.Servers, candidate: _Candidate) -> None:
         if candidate.side != "eval":
             skipped.append("held-out chats: none were held out, so training chats were compared")
         chosen = spread(candidate.rows, request.gates.parity_chats)
-        try:
+        with _named(servers, candidate, "parity", skipped, facts, command.arguments):
             parity = check_parity(socket_path, serve.name, chosen).to_json()
-        except ParityRefused as error:
-            refused = Gate("parity", False, error.message, error.expected, "refused")
-            report = GateReport({}, [refused], skipped, facts)
-            report.rungs = list(request.hints.get("rungs", ()))
-            _write_report(servers, candidate, report, Measured(), command.arguments)
-            raise
         facts["parity"] = f"{parity['chats']} chats give exactly the trained ids"
     else:
         skipped.append("parity with the trained ids: no dataset was given")
     prompts = prompts_of(candidate.rows, _SAMPLES) or [_SIMPLE_PROMPT]
-    sample = check_answers(
-        child,
-        socket_path,
-        serve.name,
-        prompts,
-        max_tokens=_answer_tokens(candidate),
-        must_stop=bool(candidate.rows),
-    )
+    with _named(servers, candidate, "answers end", skipped, facts, command.arguments):
+        sample = check_answers(
+            child,
+            socket_path,
+            serve.name,
+            prompts,
+            max_tokens=_answer_tokens(candidate),
+            must_stop=bool(candidate.rows),
+        )
     facts["one greedy answer"] = (
         f"ended with {sample.finish_reason} after {sample.tokens} tokens in {sample.seconds:.1f} s"
     )
@@ -370,8 +366,34 @@ def _judge(
         alive,
     )
     report, measured = judge_candidate(subject, skipped, facts)
-    report.rungs = list(request.hints.get("rungs", ()))
+    report.rungs = _rungs(candidate, "refused" if report.refused else "passed")
     return report, measured
+
+
+def _rungs(candidate: _Candidate, decision: str) -> list[dict[str, str]]:
+    """What was tried before on the ladder of exports, and this one; empty where it is the first."""
+    before = list(candidate.request.hints.get("rungs", ()))
+    method = candidate.facts.quantization or "16 bits"
+    return [*before, {"method": method, "decision": decision, "reason": ""}] if before else []
+
+
+@contextlib.contextmanager
+def _named(
+    servers: promote.Servers,
+    candidate: _Candidate,
+    gate: str,
+    skipped: list[str],
+    facts: dict[str, str],
+    arguments: list[str],
+) -> Iterator[None]:
+    """A proof that comes before the measuring: when it refuses, the report says so as a gate."""
+    try:
+        yield
+    except GateRefused as error:
+        refused = Gate(gate, False, error.message, error.expected, "refused")
+        report = GateReport({}, [refused], skipped, facts, rungs=_rungs(candidate, "refused"))
+        _write_report(servers, candidate, report, Measured(), arguments)
+        raise
 
 
 def _write_report(
