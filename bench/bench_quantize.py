@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="16-bit model; default: see above")
     parser.add_argument("--dataset", type=Path, help="dataset artifact; default: random rows")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of this shape")
-    parser.add_argument("--layers", type=int, help="fewer layers of that shape")
+    parser.add_argument("--layers", type=int, help="only the first layers of the model")
     parser.add_argument("--rows", type=int, help="calibration rows; default 32 quick, 64 else")
     parser.add_argument("--max-tokens", type=int, help="a row; default 128 quick, 192 else")
     parser.add_argument("--group-size", type=int, default=64, help="weights per scale")
@@ -108,6 +108,8 @@ def measure(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         model = shaped_model(scratch / "model", arguments.shape, arguments.layers)
     else:
         model = arguments.model or (small_model(scratch) if quick else built_in_model())
+        if arguments.layers:
+            model = first_layers(model, arguments.layers, scratch / "model")
     count = arguments.rows or (32 if quick else 64)
     most = arguments.max_tokens or (128 if quick else 192)
     dataset = arguments.dataset or random_dataset(scratch / "dataset", model, most)
@@ -138,7 +140,7 @@ def measure(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         "all_seconds": seconds,
         "all_cpu_seconds": cpu_seconds,
         "peaks": peaks,
-        "model": arguments.shape or model.name,
+        "model": arguments.shape or (arguments.model.name if arguments.model else "built-in"),
         "layers": json.loads((model / "config.json").read_text())["num_hidden_layers"],
         "rows": count,
         "max_tokens": most,
@@ -270,6 +272,27 @@ def built_in_model() -> Path:
     from tuneserve.config import ModelSection
 
     return resolve_base(ModelSection(base="builtin:smollm2-135m"))
+
+
+def first_layers(model: Path, count: int, folder: Path) -> Path:
+    """A copy of a model in one file, with only its first layers."""
+    import re
+
+    from safetensors.torch import load_file, save_file
+
+    folder.mkdir()
+    kept = {
+        name: tensor
+        for name, tensor in load_file(model / "model.safetensors").items()
+        if not (at := re.search(r"\.layers\.(\d+)\.", name)) or int(at.group(1)) < count
+    }
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    for path in model.iterdir():
+        if path.suffix in (".json", ".jinja", ".model"):
+            shutil.copyfile(path, folder / path.name)
+    config = json.loads((model / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": count}))
+    return folder
 
 
 def random_dataset(folder: Path, model: Path, most: int) -> Path:

@@ -53,10 +53,12 @@ def card(
 ) -> str:
     """The card's Markdown, with the front matter that hubs read."""
     base = next((str(m["base"]) for _, m in lineage if m.get("base")), "")
+    hub_id = base if not base.startswith(("/", ".", "~")) else ""
+    base = hub_id or Path(base).name  # a card may be shared, where a folder lies may not
     licence = _licence(facts.base, base)
     front = ["---"]
-    if base and not base.startswith(("/", ".")):
-        front.append(f"base_model: {base}")
+    if hub_id:
+        front.append(f"base_model: {hub_id}")
     front.append(f"license: {licence.id}")
     front += [f"license_name: {licence.name}"] * bool(licence.name)
     front += [f"license_link: {licence.link}"] * bool(licence.link)
