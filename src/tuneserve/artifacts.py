@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import shutil
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tuneserve.errors import InputError
+from tuneserve.places import home
 
 log = logging.getLogger(__name__)
 
@@ -150,6 +152,51 @@ class Store:
                 hint="run the stage that made it again",
             )
         return artifact
+
+    def note_use(self, *ids: str) -> None:
+        """Remember that artifacts were used now, and from which TUNESERVE_HOME: `tuneserve gc`
+        keeps them.
+        """
+        if not ids:
+            return
+        user = f"{socket.gethostname()}\n{home()}\n"
+        name = hashlib.sha256(user.encode()).hexdigest()[:16]
+        with contextlib.suppress(OSError):  # a store that is only read needs no notes
+            for folder in (".used", ".users"):
+                (self.root / folder).mkdir(parents=True, exist_ok=True)
+            users = self.root / ".users" / name
+            if not users.exists():
+                users.write_text(user, encoding="utf-8")
+            for id in ids:
+                (self.root / ".used" / id).touch()
+
+    def last_used(self, id: str) -> float:
+        """When an artifact was made or last used, in seconds since 1970."""
+        times = [0.0]
+        for path in (self.root / id / MANIFEST, self.root / ".used" / id):
+            with contextlib.suppress(OSError):
+                times.append(path.stat().st_mtime)
+        return max(times)
+
+    def homes(self) -> list[Path]:
+        """Every TUNESERVE_HOME that used this store.
+
+        Raises:
+            InputError: One of them cannot be seen from here.
+        """
+        found = {home()}
+        for user in sorted((self.root / ".users").glob("*")):
+            host, path = user.read_text(encoding="utf-8").splitlines()
+            if not Path(path).is_dir():
+                if host == socket.gethostname():  # it was never made, or is gone with all in it
+                    continue
+                raise InputError(
+                    f"{self.root} is also used from {path} on {host}, which cannot be seen here",
+                    expected="every TUNESERVE_HOME of the store readable, to know what serves",
+                    hint=f"run this there, or remove {user} if that home is gone for good",
+                )
+            found.add(Path(path))
+        return sorted(found)
 
     @contextlib.contextmanager
     def lock(self, id: str) -> Iterator[None]:

@@ -15,6 +15,7 @@ from tuneserve.artifacts import Store, file_sha256
 from tuneserve.config import EngineSection, RunFile
 from tuneserve.errors import ModelError
 from tuneserve.places import store_root
+from tuneserve.remote import RemoteStore
 from tuneserve.stages import STAGES, StageSpec, section
 from tuneserve.versions import package_versions
 
@@ -152,6 +153,11 @@ class StageCall:
 def open_store(run: RunFile) -> Store:
     """The artifact store that a run file names."""
     return Store(store_root(run.store.root))
+
+
+def open_remote(run: RunFile) -> RemoteStore | None:
+    """Where the run file's artifacts are kept as well; None: nowhere."""
+    return RemoteStore(run.store.remote) if run.store.remote else None
 
 
 def _file_digests(paths: list[str]) -> list[dict[str, str]]:

@@ -19,6 +19,7 @@
     |   +-- HubError                   the model hub did not answer
     |   |   +-- HubRefused             it answered no: not found, no access, no such revision
     |   +-- ServerError                vLLM, the gateway or the process keeper failed
+    |   +-- StoreError                 the object store of store.remote failed
     |   +-- PortTaken                  somebody else listens on the address
     |   +-- StageTimeout               a stage took longer than its limit
     +-- StageCrashed          exit 1   a child process died without saying why: our bug
@@ -180,6 +181,10 @@ class HubRefused(HubError):
 
 class ServerError(ServiceError):
     """vLLM, the gateway or the process keeper failed."""
+
+
+class StoreError(ServiceError):
+    """The object store that `store.remote` names did not take or give an artifact."""
 
 
 class PortTaken(ServiceError):

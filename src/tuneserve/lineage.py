@@ -1,4 +1,4 @@
-"""From an artifact back to the files, settings, versions and metrics that made it."""
+"""From a release or an artifact back to the files, settings, versions and metrics that made it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from tuneserve.artifacts import MANIFEST, Artifact, Store
 from tuneserve.errors import InputError
+from tuneserve.places import run_root
 from tuneserve.progress import human_bytes, human_seconds
 
 
@@ -20,6 +21,46 @@ def open_artifact(store: Store, text: str) -> Artifact:
     if (folder / MANIFEST).is_file():
         return Store(folder.parent).get(folder.name)
     return store.get(text)
+
+
+def find_release(text: str) -> dict[str, Any] | None:
+    """A release of this TUNESERVE_HOME by its id, its beginning, or the served name it answers
+    under; None when there is no such thing.
+    """
+    from tuneserve.release.layout import layout
+    from tuneserve.release.state import read
+
+    if not run_root().is_dir():
+        return None
+    known = read(layout())
+    if text in known.names and known.names[text].active:
+        text = str(known.names[text].active)
+    matches = (
+        [text] if text in known.releases else [r for r in known.releases if r.startswith(text)]
+    )
+    if len(matches) != 1:
+        return None
+    record = known.releases[matches[0]]
+    return {
+        "release": record.id,
+        "served": record.name,
+        "artifact": record.artifact or record.model,
+        "proven": record.proven,
+        "created": record.created,
+        "losses": record.report.get("losses"),
+        "gates": record.report.get("gates"),
+    }
+
+
+def lineage_of(store: Store, text: str, *, verify: bool = False) -> dict[str, Any]:
+    """The chain of a release or an artifact: see `trace`; a release's own facts under `release`.
+
+    Raises:
+        InputError: There is no such thing, or a part of the chain is damaged or gone.
+    """
+    release = find_release(text) if text else None
+    found = trace(store, release["artifact"] if release else text, verify=verify)
+    return {**found, "total": totals(found), **({"release": release} if release else {})}
 
 
 def trace(store: Store, text: str, *, verify: bool = False) -> dict[str, Any]:
@@ -47,11 +88,14 @@ def trace(store: Store, text: str, *, verify: bool = False) -> dict[str, Any]:
         "path": str(artifact.path),
         "base": manifest["base"],
         "key": manifest["key"],
+        "config": manifest["config"],
         "versions": manifest["versions"],
         "metrics": manifest["metrics"],
         "finished": manifest["finished"],
         "seconds": manifest["seconds"],
+        **cost(manifest),
         "bytes": sum(entry["size"] for entry in manifest["files"]),
+        "files": {entry["path"]: entry["sha256"] for entry in manifest["files"]},
         "sources": manifest["sources"],
         "inputs": {
             kind: trace(store, input_id, verify=verify)
@@ -60,13 +104,51 @@ def trace(store: Store, text: str, *, verify: bool = False) -> dict[str, Any]:
     }
 
 
+def cost(manifest: Any) -> dict[str, float | None]:
+    """GPU seconds of an artifact's making, and their price; None where no price was given."""
+    gpu_seconds = float(manifest["seconds"]) * int(manifest.get("gpus") or 0)
+    price = (manifest["config"].get("budget") or {}).get("price_per_gpu_hour")
+    return {
+        "gpu_seconds": round(gpu_seconds, 3),
+        "cost": None if price is None else round(gpu_seconds / 3600 * price, 4),
+    }
+
+
+def each(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Every artifact of a chain by its id, once."""
+    known = {found["id"]: found}
+    for child in found["inputs"].values():
+        known.update(each(child))
+    return known
+
+
+def totals(found: dict[str, Any]) -> dict[str, float | None]:
+    """Seconds, GPU seconds and cost of a whole chain, each artifact counted once."""
+    parts = each(found).values()
+    costs = [part["cost"] for part in parts if part["cost"] is not None]
+    return {
+        "seconds": round(sum(part["seconds"] for part in parts), 3),
+        "gpu_seconds": round(sum(part["gpu_seconds"] for part in parts), 3),
+        "cost": round(sum(costs), 4) if costs else None,
+    }
+
+
 def lineage_text(found: dict[str, Any], indent: int = 0) -> str:
     """The trace as an indented tree."""
     pad = "  " * indent
-    lines = [
+    lines = []
+    if release := found.get("release"):
+        state = "proven" if release["proven"] else "not proven"
+        lines.append(
+            f"{release['release']}  ({state}, served as {release['served']}, made "
+            f"{release['created']})"
+        )
+    price = f", cost {found['cost']:.2f}" if found["cost"] is not None else ""
+    on_gpu = f", {human_seconds(found['gpu_seconds'])} of GPU" if found["gpu_seconds"] else ""
+    lines.append(
         f"{pad}{found['id']}  ({found['stage']}, {found['finished']}, "
-        f"{human_seconds(found['seconds'])}, {human_bytes(found['bytes'])})"
-    ]
+        f"{human_seconds(found['seconds'])}{on_gpu}{price}, {human_bytes(found['bytes'])})"
+    )
     versions = ", ".join(f"{k} {v}" for k, v in found["versions"].items() if v)
     lines.append(f"{pad}  versions: {versions}")
     for side, files in found["sources"].items():
@@ -75,4 +157,10 @@ def lineage_text(found: dict[str, Any], indent: int = 0) -> str:
         lines.append(f"{pad}  base: {found['base']} ({found['key']['base'][:16]})")
     for child in found["inputs"].values():
         lines.append(lineage_text(child, indent + 1))
+    if total := found.get("total"):
+        price = f", cost {total['cost']:.2f}" if total["cost"] is not None else ""
+        lines.append(
+            f"in all: {human_seconds(total['seconds'])}, "
+            f"{human_seconds(total['gpu_seconds'])} of GPU{price}"
+        )
     return "\n".join(lines)

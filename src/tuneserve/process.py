@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tuneserve.artifacts import Artifact, artifact_id
-from tuneserve.calls import StageCall, StageResult
+from tuneserve.calls import StageCall, StageResult, open_remote
 from tuneserve.errors import (
     BudgetSpent,
     InputError,
@@ -60,17 +60,26 @@ def run_stage(
         TuneserveError: What the child reported, `StageTimeout`, or `StageCrashed` with its last
         lines.
     """
+    store, remote = call.store, open_remote(call.run)
+    store.note_use(*call.inputs.values())
     id, key = None, None
     if call.spec.makes:
         key = call.key()
         id = artifact_id(call.spec.makes, key)
-        found = call.store.find(id)
+        store.note_use(id)  # first, so that nobody sweeps it away between
+        found = store.find(id) or (remote.pull(store, id) if remote else None)
         if found is not None:
+            if remote:
+                remote.push(found)
             return _from_artifact(call.stage, found, cached=True)
+    if remote:
+        for needed in call.inputs.values():
+            if store.find(needed) is None:
+                remote.pull(store, needed)
     limit, by_budget = _limit_seconds(call, timeout_seconds)
     request = {
         **call.to_json(),
-        "store": str(call.store.root),
+        "store": str(store.root),
         "id": id,
         "key": key,
         "sources": call.sources(),
@@ -93,11 +102,13 @@ def run_stage(
             raise
         result = _read_result(call.stage, result_path, status, tail)
     if id:
-        made = call.store.find(id)
+        made = store.find(id)
         if made is None:
             raise StageCrashed(
                 f"stage {call.stage} reported artifact {id}, but the store does not have it"
             )
+        if remote:
+            remote.push(made)
         return _from_artifact(call.stage, made, cached=bool(result.get("cached")))
     return StageResult(call.stage, result["metrics"], seconds=time.monotonic() - started)
 

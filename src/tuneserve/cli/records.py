@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,20 +13,86 @@ from tuneserve.cli.app import (
     show,
 )
 
+StoreOption = Annotated[
+    Path | None,
+    typer.Option(help="The run file's store.root; unset: TUNESERVE_HOME/store.", metavar="DIR"),
+]
 
-@app.command(epilog="Example: tuneserve lineage adapter-1f0c")
+
+@app.command(epilog="Example: tuneserve lineage r0007 --diff r0006")
 def lineage(
-    artifact: Annotated[str, typer.Argument(help="Id, its beginning, or the folder.")],
+    what: Annotated[
+        str,
+        typer.Argument(help="Release, served name, artifact id, or folder.", metavar="RELEASE"),
+    ],
+    diff: Annotated[
+        str | None, typer.Option(help="An earlier one: show what changed since.", metavar="OTHER")
+    ] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Hash every file again.")] = False,
+    store: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """From an artifact back to every input file, setting, version and metric."""
+    """From a release back to every input file, setting, version, metric and cost."""
     from tuneserve.artifacts import Store
-    from tuneserve.lineage import lineage_text, trace
+    from tuneserve.compare import difference, difference_text
+    from tuneserve.lineage import lineage_of, lineage_text
     from tuneserve.places import store_root
 
-    found = trace(Store(store_root()), artifact, verify=verify)
+    where = Store(store_root(str(store) if store else None))
+    if diff:
+        changed = difference(where, diff, what)
+        show(changed, difference_text(changed), as_json)
+        return
+    found = lineage_of(where, what, verify=verify)
     show(found, lineage_text(found), as_json)
+
+
+@app.command(epilog="Example: tuneserve runs")
+def runs(
+    last: Annotated[int, typer.Option(help="How many, newest last.")] = 20,
+    as_json: JsonOption = False,
+) -> None:
+    """What ran here: when, for how long, and how it ended."""
+    from tuneserve.progress import human_seconds
+    from tuneserve.runs import Runs, summary
+
+    found = Runs()
+    alive = {record.id for record in found.running()}
+    records = found.all()[-last:]
+    lines = []
+    for record in records:
+        state = record.state
+        if state == "running" and record.id not in alive:
+            state = "stale"
+        where = f" in {record.stage}" if state not in ("promoted", "confirmed", "unchanged") else ""
+        took = human_seconds(sum(record.seconds.values()))
+        release = f" {record.release}" if record.release else ""
+        lines.append(
+            f"{record.started[:19]}  {record.served}  {state}{where}{release}  ({took}, "
+            f"run {record.id})"
+        )
+        if record.error:
+            lines.append(f"    {record.error.splitlines()[0]}")
+    show([summary(record) for record in records], "\n".join(lines) or "nothing ran yet", as_json)
+
+
+@app.command(epilog="Example: tuneserve gc --keep-days 30")
+def gc(
+    keep_days: Annotated[float, typer.Option(help="Keep what was used within so many days.")] = 14,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove; without it only shown.")] = False,
+    store: StoreOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Remove artifacts that no release, running flow or lineage needs; shows them by default."""
+    from tuneserve.artifacts import Store
+    from tuneserve.gc import remove, survey, sweep_text
+    from tuneserve.places import store_root
+
+    where = Store(store_root(str(store) if store else None))
+    sweep = survey(where, keep_days=keep_days)
+    if yes:
+        remove(where, sweep)
+    show({**sweep.to_json(), "removed": yes}, sweep_text(sweep, removed=yes), as_json)
 
 
 @app.command(epilog="Example: tuneserve doctor")

@@ -1,0 +1,209 @@
+"""What gc keeps and removes, and what changed between two chains."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tuneserve.artifacts import Store, write_json_atomic
+from tuneserve.compare import difference, difference_text
+from tuneserve.errors import InputError
+from tuneserve.gc import remove, survey, sweep_text
+from tuneserve.lineage import lineage_of, lineage_text
+from tuneserve.runs import RunRecord, Runs
+
+DAY = 86400
+
+
+class House:
+    """A store, a TUNESERVE_HOME, and chains of artifacts in them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.home, self.store = folder / "home", Store(folder / "store")
+        self.runs = Runs(self.home / "runs")
+
+    def make(
+        self, id: str, stage: str = "train", rows: dict[str, Any] | None = None, **facts: Any
+    ) -> str:
+        manifest = {
+            "key": {},
+            "inputs": {},
+            "sources": {},
+            "base": "org/name",
+            "run": "weekly",
+            "config": {"budget": {"price_per_gpu_hour": 2.0}, "train": {"seed": 0}},
+            "versions": {"torch": "2.13.0"},
+            "metrics": {},
+            "gpus": 2,
+            "started": "2026-01-01T00:00:00+00:00",
+            "finished": "2026-01-01T00:30:00+00:00",
+            "seconds": 1800.0,
+            **facts,
+        }
+        with self.store.lock(id), self.store.draft(id) as draft:
+            (draft.path / "weights").write_text(id)
+            for side, conversations in (rows or {}).items():
+                lines = [
+                    {"source": f"d.jsonl:{n}", "messages": [{"content": text}], "tools": None}
+                    for n, text in enumerate(conversations, 1)
+                ]
+                text = "".join(json.dumps(line) + "\n" for line in lines)
+                (draft.path / f"{side}_messages.jsonl").write_text(text)
+            self.store.commit(draft, stage, manifest)
+        old = time.time() - 100 * DAY
+        os.utime(self.store.root / id / "manifest.json", (old, old))
+        return id
+
+    def chain(self, tag: str, **facts: Any) -> list[str]:
+        dataset = self.make(f"dataset-{tag}", "validate", **facts)
+        adapter = self.make(f"adapter-{tag}", "train", inputs={"dataset": dataset})
+        merged = self.make(f"merged-{tag}", "merge", inputs={"adapter": adapter})
+        return [dataset, adapter, merged]
+
+    def releases(self, active: str, **artifacts: str) -> None:
+        record = {"name": "support", "key": "k", "model": "m", "proven": True, "report": {}}
+        state = {
+            "format": 1,
+            "counter": 9,
+            "default": "support",
+            "gateway": {},
+            "names": {"support": {"active": active, "promoting": None, "warm": None}},
+            "releases": {id: {"id": id, "artifact": a, **record} for id, a in artifacts.items()},
+        }
+        (self.home / "run").mkdir(parents=True, exist_ok=True)
+        write_json_atomic(self.home / "run" / "releases.json", state)
+
+    def ids(self) -> set[str]:
+        return {p.name for p in self.store.root.iterdir() if not p.name.startswith(".")}
+
+
+@pytest.fixture
+def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> House:
+    monkeypatch.setenv("TUNESERVE_HOME", str(tmp_path / "home"))
+    return House(tmp_path)
+
+
+def test_a_release_and_all_it_was_made_from_stay(house: House) -> None:
+    serving, old = house.chain("serving"), house.chain("old")
+    before = house.chain("before")
+    house.releases("r2", r1=before[-1], r2=serving[-1])
+    sweep = survey(house.store, keep_days=14)
+    assert set(sweep.artifacts) == set(old)
+    assert set(sweep.kept) == {*serving, *before}
+    assert house.ids() == {*serving, *before, *old}, "a survey removes nothing"
+    assert "add --yes to do it" in sweep_text(sweep, removed=False)
+    freed = sum(
+        f.stat().st_size for id in old for f in (house.store.root / id).rglob("*") if f.is_file()
+    )
+    assert sweep.bytes == freed
+    remove(house.store, sweep)
+    assert house.ids() == {*serving, *before}
+    assert all(house.store.find(id, rehash=True) for id in house.ids())
+    assert not list((house.store.root / ".trash").iterdir())
+
+
+def test_what_a_running_flow_uses_stays(house: House) -> None:
+    chain = house.chain("now")
+    evaluation = house.make("evaluation-now", "evaluate", inputs={"merged": chain[-1]})
+    record = RunRecord("run-1", "weekly", "support", used=[evaluation])
+    with house.runs.recording(record):
+        sweep = survey(house.store, keep_days=14)
+        assert sweep.artifacts == {} and "run run-1 is under way" in sweep.kept[evaluation]
+        record.state = "cancelled"
+    assert set(survey(house.store, keep_days=14).artifacts) == {*chain, evaluation}
+
+
+def test_the_last_run_of_a_name_can_be_repeated(house: House) -> None:
+    chain = house.chain("refused")
+    record = RunRecord("run-1", "weekly", "support", used=chain)
+    with house.runs.recording(record):
+        record.state = "refused"
+    assert set(survey(house.store, keep_days=14).kept) == set(chain)
+
+
+def test_what_was_used_lately_stays_and_what_is_taken_up_meanwhile_too(house: House) -> None:
+    chain = house.chain("old")
+    house.store.note_use(chain[1])
+    assert set(survey(house.store, keep_days=14).kept) == set(chain[:2])
+    sweep = survey(house.store, keep_days=0)
+    house.store.note_use(chain[0])  # a run starts between the look and the removal
+    remove(house.store, sweep)
+    assert sweep.busy == [chain[0]] and house.ids() == {chain[0]}
+
+
+def test_leftovers_of_killed_attempts_go_when_nobody_works_on_them(house: House) -> None:
+    house.store.root.mkdir()
+    old = time.time() - 100 * DAY
+    for name in (".drafts/adapter-a", ".work/adapter-b", ".damaged/adapter-c-1"):
+        path = house.store.root / name
+        path.mkdir(parents=True)
+        (path / "half").write_text("x" * 10)
+        os.utime(path, (old, old))
+    with house.store.lock("adapter-b"):
+        sweep = survey(house.store, keep_days=14)
+    assert sweep.leftovers == {".drafts/adapter-a": 10, ".damaged/adapter-c-1": 10}
+
+
+def test_a_store_that_others_use_is_not_swept_blindly(house: House, tmp_path: Path) -> None:
+    chain = house.chain("theirs")
+    other = House(tmp_path / "elsewhere")
+    other.releases("r1", r1=chain[-1])
+    users = house.store.root / ".users"
+    users.mkdir()
+    (users / "them").write_text(f"another-host\n{other.home}\n")
+    assert survey(house.store, keep_days=14).artifacts == {}
+    (users / "them").write_text("another-host\n/nowhere/to/be/seen\n")
+    with pytest.raises(InputError, match="which cannot be seen here"):
+        survey(house.store, keep_days=14)
+    assert house.ids() == set(chain)
+
+
+def test_unreadable_release_state_stops_the_sweep(house: House) -> None:
+    chain = house.chain("a")
+    (house.home / "run").mkdir(parents=True)
+    (house.home / "run" / "releases.json").write_text('{"names"')
+    with pytest.raises(InputError, match="nobody knows what serves"):
+        survey(house.store, keep_days=14)
+    assert house.ids() == set(chain)
+
+
+def test_a_chain_says_what_it_cost(house: House) -> None:
+    chain = house.chain("a")
+    found = lineage_of(house.store, chain[-1])
+    assert (found["gpu_seconds"], found["cost"]) == (3600.0, 2.0)  # half an hour on two cards
+    assert found["total"] == {"seconds": 5400.0, "gpu_seconds": 10800.0, "cost": 6.0}
+    assert "in all: 1 h 30 min, 3 h 00 min of GPU, cost 6.00" in lineage_text(found)
+    assert found["inputs"]["adapter"]["inputs"]["dataset"]["id"] == "dataset-a"
+
+
+def test_a_difference_names_rows_settings_versions_and_metrics(house: House) -> None:
+    source = {"train": [{"path": "d.jsonl", "sha256": "a" * 64}]}
+    one = house.chain("a", rows={"train": ["x", "y", "y"], "eval": ["e"]}, sources=source)
+    source = {"train": [{"path": "d.jsonl", "sha256": "b" * 64}]}
+    facts = {"metrics": {"rows_kept": 4}, "versions": {"torch": "2.14.0"}, "sources": source}
+    config = {"budget": {"price_per_gpu_hour": 2.0}, "train": {"seed": 1}}
+    two = house.chain("b", rows={"train": ["x", "y", "z", "z"], "eval": ["e"]}, **facts)
+    last = house.make("merged-c", "merge", inputs={"adapter": two[1]}, config=config)
+    found = difference(house.store, one[-1], last)
+    # One of the two y is gone, and z came twice.
+    assert found["data"]["train"] == {
+        "before": 3,
+        "after": 4,
+        "added": 2,
+        "removed": 1,
+        "added_examples": ["d.jsonl:4"],
+        "removed_examples": ["d.jsonl:3"],
+    }
+    assert found["data"]["eval"]["added"] == found["data"]["eval"]["removed"] == 0
+    assert found["files"] == {"d.jsonl": ["a" * 16, "b" * 16]}
+    assert found["config"] == {"train.seed": [0, 1]}
+    assert found["versions"] == {"validate.torch": ["2.13.0", "2.14.0"]}
+    assert found["metrics"] == {"validate.rows_kept": [None, 4]}
+    text = difference_text(found)
+    assert "train rows: 3 -> 4, 2 added, 1 removed" in text and "train.seed: 0 -> 1" in text
+    assert difference_text(difference(house.store, last, last)).endswith("nothing changed")
