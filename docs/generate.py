@@ -178,10 +178,17 @@ def errors() -> str:
         if cls is TuneserveError:
             continue
         parent = cls.__bases__[0]
-        kind = "" if parent is TuneserveError else f" One kind of [`{parent.__name__}`](#{_anchor(parent)})."
+        kind = (
+            ""
+            if parent is TuneserveError
+            else f" One kind of [`{parent.__name__}`](#{_anchor(parent)})."
+        )
         again = "Retried." if cls.retryable else "Not retried."
         about = " ".join((cls.__doc__ or "").split())
-        parts.append(f"\n## {cls.__name__}\n\n{about}{kind} Exit {cls.exit_status}. {again}\n")
+        parts.append(
+            f"\n## {cls.__name__}\n\n{about}{kind} Exit {cls.exit_status}. {again} "
+            f"What to do, where the message does not say more: {cls.usual_hint}.\n"
+        )
     return "".join(parts)
 
 

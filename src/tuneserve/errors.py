@@ -43,13 +43,15 @@ class TuneserveError(Exception):
             known``.
         expected: What would have been right, as a phrase: ``one of system, user, assistant,
         tool``.
-        hint: What to do about it, as an imperative sentence.
+        hint: What to do about it, as an imperative sentence; empty: the class's `usual_hint`.
         details: Small JSON-able facts for programs (offending tensor names, byte counts, row
             counts).
     """
 
     exit_status: ClassVar[int] = 1
     retryable: ClassVar[bool] = False
+    # What to do, where the one who raises knows nothing better.
+    usual_hint: ClassVar[str] = "run it again; if it fails again, report it with the log above"
 
     def __init__(
         self,
@@ -62,7 +64,7 @@ class TuneserveError(Exception):
         super().__init__(message)
         self.message = message
         self.expected = expected
-        self.hint = hint
+        self.hint = hint or self.usual_hint
         self.details = dict(details or {})
 
     def __str__(self) -> str:
@@ -102,64 +104,88 @@ class InputError(TuneserveError):
     """The user's input cannot be used as it is."""
 
     exit_status = 2
+    usual_hint = "mend what is named"
 
 
 class RunFileError(InputError):
     """One or more fields of the run file are wrong; the message lists all of them."""
 
+    usual_hint = "mend the fields named; docs/run-file.md describes all of them"
+
 
 class DataError(InputError):
     """The training or evaluation data cannot be used."""
+
+    usual_hint = "mend the file named; docs/data.md shows what is read"
 
 
 class ModelError(InputError):
     """The base model, its tokenizer or its chat template cannot be used."""
 
+    usual_hint = "copy or download the model again, or choose another"
+
 
 class AdapterError(InputError):
     """The adapter does not fit the base, or holds something that cannot be merged."""
+
+    usual_hint = "save the adapter again with PEFT, or train again"
 
 
 class QuantizeError(InputError):
     """The 4-bit export cannot be made, or could not be served."""
 
+    usual_hint = "add awq or none to quantize.methods, or choose another base"
+
 
 class TrainingDiverged(InputError):
     """The loss or the gradient norm stopped being finite."""
 
+    usual_hint = "lower train.learning_rate, and look at the rows named"
+
 
 class OutputExists(InputError):
     """The output path holds something that this command did not make."""
+
+    usual_hint = "choose another name, or remove what is there"
 
 
 class ResourceError(TuneserveError):
     """The machine has too little memory, disk or GPU."""
 
     exit_status = 3
+    usual_hint = "free some, or use a larger machine; `tuneserve doctor` shows what there is"
 
 
 class OutOfMemory(ResourceError):
     """A step did not fit into memory."""
 
+    usual_hint = "lower what needs it; `tuneserve plan` shows the choices"
+
 
 class DiskFull(ResourceError):
     """There is not enough free disk."""
+
+    usual_hint = "free some space, or set store.root to another disk"
 
 
 class DeviceBusy(ResourceError):
     """Another run or process holds the GPU or the served name."""
 
     retryable = True
+    usual_hint = "wait for the other, or end it"
 
 
 class BudgetSpent(ResourceError):
     """A run used up what the run file's budget allows."""
+
+    usual_hint = "raise the limit in budget, or run the rest later: what is finished is kept"
 
 
 class GateRefused(TuneserveError):
     """A gate refused the candidate; what was serving goes on serving."""
 
     exit_status = 4
+    usual_hint = "read the report; what was serving goes on serving"
 
 
 class ServiceError(TuneserveError):
@@ -167,36 +193,46 @@ class ServiceError(TuneserveError):
 
     exit_status = 5
     retryable = True
+    usual_hint = "try again later"
 
 
 class HubError(ServiceError):
     """The model hub did not give the files."""
+
+    usual_hint = "check the network, or set model.base to a folder with the model"
 
 
 class HubRefused(HubError):
     """The hub answered no; asking again gives the same answer."""
 
     retryable = False
+    usual_hint = "check model.base and model.revision, and HF_TOKEN for restricted models"
 
 
 class ServerError(ServiceError):
     """vLLM, the gateway or the process keeper failed."""
 
+    usual_hint = "see `tuneserve logs`"
+
 
 class StoreError(ServiceError):
     """The object store that `store.remote` names did not take or give an artifact."""
+
+    usual_hint = "check store.remote, the credentials in the environment, and the service"
 
 
 class PortTaken(ServiceError):
     """Somebody else listens on the address."""
 
     retryable = False
+    usual_hint = "end the other program, or set serve.port"
 
 
 class StageTimeout(ServiceError):
     """A stage took longer than its limit."""
 
     retryable = False
+    usual_hint = "raise max_seconds of this stage in engines, or see in the log where it hangs"
 
 
 class StageCrashed(TuneserveError):
@@ -207,6 +243,7 @@ class StageKilled(StageCrashed):
     """A signal ended a child process: somebody, or the kernel for want of memory."""
 
     retryable = True
+    usual_hint = "run the same command again: it goes on where it was; watch the memory"
 
 
 def error_classes() -> dict[str, type[TuneserveError]]:

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+# Without a ground, in mid tones: reads on light and on dark pages.
+_INK, _LIMIT = "#7f7f7f", "#d9534f"
 # Fonts with Chinese, Japanese and Korean letters, by how common they are on servers and desktops.
 _CJK_FONTS = (
     "Noto Sans CJK SC",
@@ -42,27 +44,41 @@ def plot_lengths(
     families = font_families()
     with matplotlib.rc_context({"font.family": families}):
         figure = Figure(figsize=(9, 3.4), layout="constrained")
+        figure.patch.set_alpha(0)
         for axes, values, name, color in zip(
             figure.subplots(1, 2),
             (lengths, supervised),
             ("tokens a row", "supervised tokens a row"),
-            ("#33658a", "#2f9c6a"),
+            ("#2f8fdd", "#2f9c6a"),
             strict=True,
         ):
+            _plain(axes)
             axes.hist(values, bins=min(60, max(10, int(np.sqrt(len(values))))), color=color)
             axes.set_xlabel(name)
             axes.set_ylabel("rows")
             if len(values):
                 middle = float(np.median(values))
-                axes.axvline(middle, color="black", linewidth=1, linestyle=":")
-                axes.annotate(
-                    f"median {middle:.0f}", (middle, 0.93), xycoords=("data", "axes fraction")
+                axes.axvline(middle, color=_INK, linewidth=1, linestyle=":")
+                axes.set_title(
+                    f"median {middle:.0f}, longest {values.max()}", fontsize=9, color=_INK
                 )
                 if values.max() > 0.8 * max_length:
-                    axes.axvline(max_length, color="#b3261e", linewidth=1)
-        figure.suptitle(drawable(title, families), fontsize=10)
+                    axes.axvline(max_length, color=_LIMIT, linewidth=1)
+        figure.suptitle(drawable(title, families), fontsize=10, color=_INK)
         # No date in the file: the same data gives the same bytes.
-        figure.savefig(path, dpi=110, metadata={"Software": None})
+        figure.savefig(path, dpi=110, transparent=True, metadata={"Software": None})
+
+
+def _plain(axes: Any) -> None:
+    """Axes in the ink alone."""
+    axes.patch.set_alpha(0)
+    axes.tick_params(colors=_INK)
+    axes.grid(color=_INK, alpha=0.25)
+    axes.set_axisbelow(True)
+    for spine in axes.spines.values():
+        spine.set_color(_INK)
+    axes.xaxis.label.set_color(_INK)
+    axes.yaxis.label.set_color(_INK)
 
 
 def font_families() -> list[str]:
