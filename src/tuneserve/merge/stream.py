@@ -1,7 +1,8 @@
-"""One shard through the pipeline: a reader, the arithmetic and a writer at the same time. No torch.
+"""One shard through the pipeline: read, hash, merge, hash, write, all at the same time. No torch.
 
 Bytes are read with preadv into a few reused buffers (mapped pages would count as resident memory),
-hashed as they pass, merged in place and written to a provisional file.
+hashed, merged in place, hashed again and written to a provisional file. Each of these is a thread:
+on one core SHA-256 is slower than a good disk, so it must not wait for the disk or the disk for it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import mmap
 import os
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -47,15 +48,23 @@ class _Stopped(Exception):
     """Another part of the pipeline failed or the merge was interrupted."""
 
 
+# A piece and the buffer that holds it; None marks the end of the shard.
+_Moves = queue.Queue[tuple[Piece, mmap.mmap] | None]
+
+
 class _Channel:
     """Bounded queues between the threads that all end when one of them fails."""
 
     def __init__(self) -> None:
         self.free: queue.Queue[mmap.mmap] = queue.Queue()
-        self.read: queue.Queue[tuple[Piece, mmap.mmap] | None] = queue.Queue()
-        self.merged: queue.Queue[tuple[Piece, mmap.mmap] | None] = queue.Queue()
+        self.read, self.known, self.merged, self.hashed = (_Moves() for _ in range(4))
         self.stop = threading.Event()
         self.failure: BaseException | None = None
+
+    def each(self, source: _Moves) -> Iterator[tuple[Piece, mmap.mmap]]:
+        """What comes until the end is marked with None."""
+        while (item := self.take(source)) is not None:
+            yield item
 
     def take(self, source: queue.Queue[_T]) -> _T:
         """The next item, or `_Stopped`."""
@@ -131,12 +140,14 @@ class ShardStream:
             header = header_bytes(shard)
             work = list(pieces(shard, self.budget.piece_bytes))
             threads = [
-                channel.guard(lambda: self._read(channel, shard, source, work, report)),
-                channel.guard(lambda: self._write(channel, out, header, report)),
+                channel.guard(lambda: self._read(channel, shard, source, work)),
+                channel.guard(lambda: _hash_source(channel, shard, report)),
+                channel.guard(lambda: _hash_output(channel, header, report)),
+                channel.guard(lambda: self._write(channel, out, header)),
             ]
             try:
                 self._compute(channel, report)
-                threads[1].join()
+                threads[-1].join()
             except _Stopped:
                 pass
             finally:
@@ -162,9 +173,7 @@ class ShardStream:
         shard: OutputShard,
         source: int,
         work: list[Piece],
-        report: ShardReport,
     ) -> None:
-        digest = hashlib.sha256(len(shard.source.raw).to_bytes(8, "little") + shard.source.raw)
         ahead = ReadAhead()
         for piece, following in zip(work, [*work[1:], None], strict=True):
             buffer = channel.take(channel.free)
@@ -181,14 +190,8 @@ class ShardStream:
                     hint="run again when nothing writes to the base",
                 )
             ahead.done(file, piece.read_offset, piece.read_bytes)
-            if piece.hashed:
-                digest.update(view)
             view.release()
-            if piece.write_bytes:
-                channel.read.put((piece, buffer))
-            else:
-                channel.free.put(buffer)
-        report.source_sha256 = digest.hexdigest()
+            channel.read.put((piece, buffer))
         channel.read.put(None)
 
     def _file_of(self, piece: Piece, source: int) -> int:
@@ -197,8 +200,7 @@ class ShardStream:
         return self._open(piece.source.file)
 
     def _compute(self, channel: _Channel, report: ShardReport) -> None:
-        while (item := channel.take(channel.read)) is not None:
-            piece, buffer = item
+        for piece, buffer in channel.each(channel.known):
             if piece.output is None:
                 report.copied_bytes += piece.write_bytes
             else:
@@ -209,23 +211,43 @@ class ShardStream:
             channel.merged.put((piece, buffer))
         channel.merged.put(None)
 
-    def _write(self, channel: _Channel, out: int, header: bytes, report: ShardReport) -> None:
-        digest = hashlib.sha256(header)
+    def _write(self, channel: _Channel, out: int, header: bytes) -> None:
         _write_all(out, memoryview(header), 0)
         offset = len(header)
         behind = Writeback(out)
-        while (item := channel.take(channel.merged)) is not None:
-            piece, buffer = item
-            view = memoryview(buffer)[: piece.write_bytes]
-            _write_all(out, view, offset)
-            digest.update(view)
-            view.release()
+        for piece, buffer in channel.each(channel.hashed):
+            with memoryview(buffer)[: piece.write_bytes] as view:
+                _write_all(out, view, offset)
             channel.free.put(buffer)
             offset += piece.write_bytes
             self.advance(piece.write_bytes)
             behind.written(offset)
         behind.finish()
-        report.bytes, report.sha256 = offset, digest.hexdigest()
+
+
+def _hash_source(channel: _Channel, shard: OutputShard, report: ShardReport) -> None:
+    digest = hashlib.sha256(len(shard.source.raw).to_bytes(8, "little") + shard.source.raw)
+    for piece, buffer in channel.each(channel.read):
+        if piece.hashed:
+            with memoryview(buffer)[: piece.read_bytes] as view:
+                digest.update(view)
+        if piece.write_bytes:
+            channel.known.put((piece, buffer))
+        else:
+            channel.free.put(buffer)
+    report.source_sha256 = digest.hexdigest()
+    channel.known.put(None)
+
+
+def _hash_output(channel: _Channel, header: bytes, report: ShardReport) -> None:
+    digest, count = hashlib.sha256(header), len(header)
+    for piece, buffer in channel.each(channel.merged):
+        with memoryview(buffer)[: piece.write_bytes] as view:
+            digest.update(view)
+        count += piece.write_bytes
+        channel.hashed.put((piece, buffer))
+    report.bytes, report.sha256 = count, digest.hexdigest()
+    channel.hashed.put(None)
 
 
 def _write_all(descriptor: int, view: memoryview, offset: int) -> None:

@@ -115,10 +115,12 @@ class TensorMerger:
             self.lora.embedding or output.op.stored_transposed
         )
         self._fixed: torch.Tensor | None = None  # the factor that every tile needs whole
+        self._fixed_gram: torch.Tensor | None = None  # and the products of its vectors
         self._factors: torch.Tensor | None = None  # DoRA factors where they are per stored column
         if self.lora:
             fixed = self.lora.b if self._flipped else self.lora.a
             self._fixed = adapter.rows(fixed)
+            self._fixed_gram = _gram(self._fixed.T if self._flipped else self._fixed)
             if self.lora.magnitude and self._flipped:
                 self._factors = self._column_factors(read_base)
 
@@ -138,16 +140,26 @@ class TensorMerger:
             addend = self.adapter.rows(self.op.bias.bias, begin, end) * self.op.bias.scale
             self._store(weight, self._exact(weight), addend)
 
-    def _delta(self, begin: int, end: int) -> torch.Tensor:
-        """Rows of the scaled update, in the stored orientation, float32."""
-        assert self.lora is not None and self._fixed is not None
+    def _delta(self, begin: int, end: int) -> tuple[torch.Tensor, float]:
+        """Rows of the scaled update, in the stored orientation, float32; and its squared norm.
+
+        ||B A||^2 is the sum over (B^T B) * (A A^T), both of the rank's size: no pass over the rows.
+        """
+        assert self.lora is not None and self._fixed is not None and self._fixed_gram is not None
+        scale = self.lora.scale
         if self._flipped:
-            product = (self._fixed @ self.adapter.columns(self.lora.a, begin, end)).T
+            columns = self.adapter.columns(self.lora.a, begin, end)
+            own = _gram(columns)
+            product = (self._fixed @ columns).T.mul_(scale)
         else:
             rows = self.adapter.rows(self.lora.b, begin, end)
+            own = _gram(rows.T)
             product = self.scratch.take("delta", (end - begin, self._fixed.shape[1]))
-            torch.mm(rows, self._fixed, out=product)
-        return product.mul_(self.lora.scale)
+            if scale >= 1 and math.frexp(scale)[0] == 0.5:  # such a factor scales as exactly
+                torch.mm(rows.mul_(scale), self._fixed, out=product)
+            else:
+                torch.mm(rows, self._fixed, out=product).mul_(scale)
+        return product, scale**2 * float((own * self._fixed_gram).sum())
 
     def _exact(self, weight: torch.Tensor) -> torch.Tensor:
         """A float32 copy, also of a weight that is float32 already."""
@@ -156,9 +168,9 @@ class TensorMerger:
     def _add_update(self, weight: torch.Tensor, begin: int, end: int) -> None:
         assert self.lora is not None
         exact = self._exact(weight)
-        delta = self._delta(begin, end)
+        delta, squared = self._delta(begin, end)
         if self.lora.magnitude is None:
-            self._store(weight, exact, delta)
+            self._store(weight, exact, delta, squared=squared)
             return
         merged = exact + delta
         if self._factors is None:
@@ -175,12 +187,15 @@ class TensorMerger:
         before: torch.Tensor,
         delta: torch.Tensor,
         merged: torch.Tensor | None = None,
+        squared: float | None = None,
     ) -> None:
         """Round before + delta into `weight`, and account for what the rounding lost.
 
         A value that is not finite, before or after rounding, makes the loss not finite.
         """
-        self.effect.delta += float(torch.linalg.vector_norm(delta)) ** 2
+        if squared is None:
+            squared = float(torch.linalg.vector_norm(delta)) ** 2
+        self.effect.delta += squared
         exact = before.add_(delta) if merged is None else merged
         weight.copy_(exact)
         rounded = self.scratch.take("rounded", weight.shape).copy_(weight)
@@ -219,9 +234,15 @@ class TensorMerger:
         step = max(MIN_ROWS, WHOLE_NORM_ELEMENTS // 4 // width)
         for begin in range(0, count, step):
             end = min(begin + step, count)
-            tile = self._exact(read_base(begin, end)).add_(self._delta(begin, end))
+            tile = self._exact(read_base(begin, end)).add_(self._delta(begin, end)[0])
             squares += tile.double().square_().sum(0)
         return magnitude / squares.sqrt().float()
+
+
+def _gram(vectors: torch.Tensor) -> torch.Tensor:
+    """Products of a factor's vectors (rank, n) with each other, float64."""
+    wide = vectors.double()
+    return wide @ wide.T
 
 
 # 4M elements are 16 MiB in float32, and three such arrays are alive at once.

@@ -23,8 +23,8 @@ MIN_ROWS = 64
 DEFAULT_PIECE_BYTES = 4 * 2**20
 _MIN_PIECE_BYTES = 2**18
 
-# Pieces in flight: one being read, one computed, one written, and one waiting between each.
-BUFFERS = 5
+# Pieces in flight: one in each of the five steps, and two that wait.
+BUFFERS = 7
 
 # An interpreter with torch loaded and its matrix library warm, measured at 235 to 260 MiB with
 # torch 2.13.
