@@ -335,3 +335,24 @@ def test_an_end_token_nobody_learned_is_refused(
     if supervised:
         assert not report.refused, [(g.name, g.found) for g in report.refused]
     assert json.dumps(report.to_json())
+
+
+def test_answers_that_no_longer_parse_are_refused(house: House, honest: Tuned) -> None:
+    def as_json(count: int, seed: int) -> list[list[dict[str, str]]]:
+        chats = [c[:2] for c in conversations(count, seed=seed) if "colour" in c[0]["content"]]
+        for _, answer in chats:
+            answer["content"] = '{"is": "' + answer["content"].rstrip(".").split()[-1] + '"}'
+        return chats
+
+    dataset = write_dataset(house.new(), house.base, as_json(160, 5), as_json(24, 6))
+    tuned = house.tune(6, house.rows(dataset))
+    champion, house.champion = house.champion, None
+    try:
+        fine = house.judge(tuned, export(house.load(tuned.merged)), dataset=dataset)
+        # the base serves prose where the merged model gives JSON
+        spoiled = house.judge(tuned, house.load(house.base), dataset=dataset)
+    finally:
+        house.champion = champion
+    (gate,) = [g for g in fine.gates if g.name == "structured answers parse"]
+    assert gate.passed and " of 16 parse" in gate.found and not gate.found.startswith("0 ")
+    assert "structured answers parse" in refusals(spoiled)
