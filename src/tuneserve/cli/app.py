@@ -21,6 +21,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"max_content_width": 110},
 )
 
 RunArgument = Annotated[Path, typer.Argument(help="The run file (YAML).", metavar="RUN.yaml")]
