@@ -447,6 +447,23 @@ def test_verify_names_what_changed(base: Path, adapter: Path, tmp_path: Path) ->
     ]
 
 
+def test_the_command_checks_a_folder_against_its_proof(
+    base: Path, adapter: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    merge_adapter(base, adapter, out, sample=False)
+    command = [sys.executable, "-m", "tuneserve", "merge", "--json", "--verify", str(out)]
+    good = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert good.returncode == 0, good.stderr
+    assert json.loads(good.stdout)["bytes"] == sum(
+        p.stat().st_size for p in out.iterdir() if p.name != "mergeproof.json"
+    )
+    (out / "config.json").unlink()
+    bad = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert bad.returncode == 2
+    assert "config.json is missing" in json.loads(bad.stdout)["error"]["message"]
+
+
 def sparse_base(folder: Path, name: str, shape: tuple[int, int]) -> Path:
     """One large file of zeros that takes no room on disk."""
     folder.mkdir()

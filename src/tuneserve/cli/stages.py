@@ -98,9 +98,9 @@ def run(
 
 @app.command(epilog="Example: tuneserve merge --base base/ --adapter adapter/ --out merged/")
 def merge(
-    base: Annotated[Path, typer.Option(help="Folder of the base model.")],
-    adapter: Annotated[Path, typer.Option(help="Folder of the PEFT adapter.")],
-    out: Annotated[Path, typer.Option(help="Folder to make.")],
+    base: Annotated[Path | None, typer.Option(help="Folder of the base model.")] = None,
+    adapter: Annotated[Path | None, typer.Option(help="Folder of the PEFT adapter.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to make.")] = None,
     base_weights: Annotated[
         Literal["original", "nf4"],
         typer.Option(help="original, or nf4: the dequantized weights that training saw."),
@@ -109,9 +109,24 @@ def merge(
     in_memory: Annotated[
         bool, typer.Option("--in-memory", help="Merge with PEFT: whole model in memory.")
     ] = False,
+    tokenizer_from: Annotated[
+        Path | None, typer.Option(help="Folder whose tokenizer is taken, not the adapter's.")
+    ] = None,
+    verify: Annotated[
+        Path | None, typer.Option(help="Only check a merged folder against its proof.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Merge a LoRA adapter into its base, shard by shard, in bounded memory."""
+    if verify is not None:
+        from tuneserve.merge.proof import verify as verify_folder
+
+        checked = verify_folder(verify)
+        text = f"{verify}: {checked['files']} files, {checked['bytes']} bytes as the proof says"
+        show({**checked, "path": str(verify)}, text, as_json)
+        return
+    if base is None or adapter is None or out is None:
+        raise typer.BadParameter("give --base, --adapter and --out, or --verify alone")
     from tuneserve.config import parse_size
     from tuneserve.merge import merge_adapter
 
@@ -125,7 +140,13 @@ def merge(
         raise typer.BadParameter(str(error), param_hint="--max-memory") from error
     log_to_stderr()
     result = merge_adapter(
-        base, adapter, out, base_weights=base_weights, max_memory_bytes=limit, in_memory=in_memory
+        base,
+        adapter,
+        out,
+        base_weights=base_weights,
+        max_memory_bytes=limit,
+        tokenizer_from=tokenizer_from,
+        in_memory=in_memory,
     ).to_json()
     text = (
         f"{out}: {result['merged']} tensors merged, {result['copied']} copied, "
