@@ -7,7 +7,8 @@ warm one.
 
     python bench/bench_merge.py --quick           4.5 GB, two cold pairs, writes nothing
     python bench/bench_merge.py                   8.2 GB as one file and with one 5 GB shard, cold
-                                                  and warm, and PEFT's merge where memory allows
+                                                  and warm, in a cgroup of 1 GiB, and PEFT's merge
+                                                  where memory allows
     python bench/bench_merge.py --layers 32       a 15 GB model (7B-shaped) instead
 """
 
@@ -158,9 +159,11 @@ def copy(base: Path, out: Path) -> None:
     subprocess.run(["sh", "-c", 'cp -r "$1" "$2" && sync', "sh", base, out], check=True)
 
 
-def merge(base: Path, adapter: Path, out: Path, *options: str) -> dict[str, Any]:
+def merge(
+    base: Path, adapter: Path, out: Path, *options: str, prefix: tuple[str, ...] = ()
+) -> dict[str, Any]:
     """The merge as a user runs it."""
-    command = [sys.executable, "-m", "tuneserve", "merge", "--json", *options]
+    command = [*prefix, sys.executable, "-m", "tuneserve", "merge", "--json", *options]
     command += ["--base", str(base), "--adapter", str(adapter), "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -223,6 +226,7 @@ def full(place: Path, layers: int, pairs: int) -> dict[str, Any]:
             runs[key] = {**figures, "checkpoint_bytes": total, "file_bytes": files}
         if layout == "one_file":
             runs["peft_in_memory"] = peft(base, place, total)
+            runs["in_1gib_cgroup"] = in_cgroup(base, place, 2**30)
         shutil.rmtree(base)
     first = runs["one_file_cold"]
     measured = [run for run in runs.values() if run and "ratio" in run]
@@ -246,6 +250,36 @@ def peft(base: Path, place: Path, total: int) -> dict[str, Any] | None:
     seconds, result = timed(lambda: merge(*options))
     shutil.rmtree(place / "out")
     return {"merge_seconds": seconds, "peak_rss_bytes": result["peak_rss_bytes"]}
+
+
+def in_cgroup(base: Path, place: Path, limit_bytes: int) -> dict[str, Any] | None:
+    """The merge in a memory cgroup, page cache included; None where none can be made here."""
+    for root, limit in (
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
+        ("/sys/fs/cgroup", "memory.max"),
+    ):
+        group = Path(root) / f"tuneserve-bench-{os.getpid()}"
+        try:
+            group.mkdir()
+            (group / limit).write_text(str(limit_bytes))
+        except OSError:
+            continue
+        break
+    else:
+        return None
+    enter = ("sh", "-c", f'echo $$ > "{group}/cgroup.procs" && exec "$@"', "sh")
+    try:
+        set_cache(base, warm=False)
+        options = (base, place / "adapter", place / "out")
+        seconds, result = timed(lambda: merge(*options, prefix=enter))
+    finally:
+        group.rmdir()
+    shutil.rmtree(place / "out")
+    return {
+        "limit_bytes": limit_bytes,
+        "merge_seconds": seconds,
+        "peak_rss_bytes": result["peak_rss_bytes"],
+    }
 
 
 def main() -> None:
