@@ -248,7 +248,7 @@ class Used:
 
     def _look(self) -> None:
         query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-        while shutil.which("nvidia-smi") and not self._stop.wait(0.5):
+        while shutil.which("nvidia-smi") and not self._stop.wait(2.0):
             done = subprocess.run(query, capture_output=True, text=True)
             now = [int(line) for line in done.stdout.split() if line.isdigit()]
             self._most = [max(pair) for pair in zip(now, self._most or now, strict=True)]

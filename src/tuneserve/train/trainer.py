@@ -38,6 +38,9 @@ log = logging.getLogger(__name__)
 
 # Widths in multiples of 8 keep matrix units busy; the tokens added are masked.
 _PAD_MULTIPLE = 8
+# An adapter's gradients are exchanged at once, after the backward pass: that takes milliseconds.
+# Smaller buckets travel during it, on multiprocessors that its matrix products then wait for.
+_BUCKET_MB = 1024
 
 
 class RowTrainer(SFTTrainer):
@@ -80,7 +83,11 @@ class RowTrainer(SFTTrainer):
         if checkpointing:
             # Without dropout nothing random happens in a block, and no state is kept for it.
             random = train.lora.dropout > 0 or bool(getattr(config, "attention_dropout", 0))
-            options["gradient_checkpointing_kwargs"]["preserve_rng_state"] = random
+            options["gradient_checkpointing_kwargs"] |= {
+                "preserve_rng_state": random,
+                # The number of kept tensors is compared in any case.
+                "determinism_check": "none",
+            }
         if self._zero:
             options |= _zero_arguments(train, recipe, model, dtype)
         arguments = SFTConfig(**options)
@@ -114,9 +121,11 @@ class RowTrainer(SFTTrainer):
         return torch.utils.data.SequentialSampler(self.train_dataset)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """The run file's optimizer, over all factors as one tensor where one process trains."""
-        alone = self._recipe.processes == 1 and not self._zero
-        if self.optimizer is None and alone and can_be_flat(self.model):
+        """The run file's optimizer, over all factors as one tensor, however many GPUs there are.
+
+        ZeRO-2 makes one tensor of them itself.
+        """
+        if self.optimizer is None and not self._zero and can_be_flat(self.model):
             kind, settings = self.get_optimizer_cls_and_kwargs(self.args, self.model)
             settings = {**settings, "weight_decay": self.args.weight_decay}
             trained = [p for p in self.model.parameters() if p.requires_grad]
@@ -239,6 +248,7 @@ def _arguments(
         average_tokens_across_devices=True,
         ddp_find_unused_parameters=False,
         ddp_broadcast_buffers=False,  # frozen, so the same everywhere
+        ddp_bucket_cap_mb=_BUCKET_MB,
         max_length=None,
         dataset_kwargs={"skip_prepare_dataset": True},
     )
