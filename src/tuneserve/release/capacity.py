@@ -4,16 +4,18 @@ starts."""
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 import subprocess
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tuneserve.config import ServeSection
-from tuneserve.errors import ModelError, OutOfMemory
+from tuneserve.errors import ModelError, OutOfMemory, ResourceError, RunFileError
+from tuneserve.parallel import key_value_share, tensor_parallel_problems
 from tuneserve.progress import human_bytes
 from tuneserve.release.model_files import ModelFacts, longest_that_fits
 
@@ -36,7 +38,8 @@ class Capacity:
         max_model_len: Longest prompt and answer together, in tokens.
         kv_cache_bytes: Room for keys and values.
         chats: Chats of full length that have room at once.
-        needed_bytes: Predicted memory of the whole server, on the device that holds the weights.
+        needed_bytes: Predicted memory of the whole server, on the device that holds the weights;
+            of each of them where there are several.
         device: ``cpu`` or ``gpu``.
     """
 
@@ -73,6 +76,7 @@ def plan_capacity(
 
     Raises:
         ModelError: The length asked for is over the model's.
+        RunFileError: The model cannot be spread over `serve.tensor_parallel` GPUs.
         OutOfMemory: Not even one chat of the length asked for has room; says what would fit.
     """
     limit = facts.max_positions
@@ -84,6 +88,7 @@ def plan_capacity(
             hint=f"set serve.max_model_len to {limit} or less",
         )
     length = int(asked or min(limit or wanted_len, wanted_len))
+    facts = _of_one_gpu(facts, serve.tensor_parallel, free.device)
     token = facts.kv_bytes_per_token
     one_chat = token * (-(-length // BLOCK_TOKENS) + 1) * BLOCK_TOKENS
     fixed = facts.weights_bytes + (
@@ -109,6 +114,27 @@ def plan_capacity(
         round(budget / one_chat, 1) if one_chat else 0.0,
         fixed + budget,
         free.device,
+    )
+
+
+def _of_one_gpu(facts: ModelFacts, gpus: int, device: str) -> ModelFacts:
+    """The sizes that each of the server's GPUs holds; vLLM takes the KV cache's so as well.
+
+    Raises:
+        RunFileError: The model cannot be cut into so many parts.
+    """
+    if gpus == 1:
+        return facts
+    found = tensor_parallel_problems(gpus, facts.shape)
+    if device == "cpu":
+        found = [f"serve.tensor_parallel: {gpus} needs as many GPUs, and there is none"]
+    if found:
+        raise RunFileError("\n  ".join(found), hint="change serve.tensor_parallel")
+    share = key_value_share(gpus, facts.shape.key_value_heads)
+    return replace(
+        facts,
+        weights_bytes=-(-facts.weights_bytes // gpus),
+        kv_bytes_per_token=math.ceil(share * facts.kv_bytes_per_token),
     )
 
 
@@ -166,10 +192,14 @@ def wait_for_room(
     check_room(capacity, free, rollout=rollout, beside=beside)
 
 
-def read_free_memory() -> FreeMemory:
-    """Memory of the GPU when the machine has one, else of the machine (and of the cgroup, if
-    that is less)."""
-    gpu = _gpu_memory()
+def read_free_memory(gpus: int = 1) -> FreeMemory:
+    """Memory of the GPU when the machine has one, of the fullest of the first `gpus`; else of the
+    machine (and of the cgroup, if that is less).
+
+    Raises:
+        ResourceError: There are GPUs, but fewer than `gpus`.
+    """
+    gpu = _gpu_memory(gpus)
     if gpu:
         return gpu
     values = {}
@@ -198,13 +228,18 @@ def _cgroup_memory() -> tuple[int | None, int]:
     return (None if limit == "max" else int(limit)), used - cache
 
 
-def _gpu_memory() -> FreeMemory | None:
+def _gpu_memory(gpus: int) -> FreeMemory | None:
     if not shutil.which("nvidia-smi"):
         return None
     memory = _smi("--query-gpu=memory.free,memory.total")
     if not memory:
         return None
-    free, total = (int(value) * 2**20 for value in memory[0])
+    if len(memory) < gpus:
+        raise ResourceError(
+            f"serve.tensor_parallel: {gpus}, and this machine shows {len(memory)} GPUs",
+            hint="lower serve.tensor_parallel",
+        )
+    free, total = min(tuple(int(value) * 2**20 for value in row) for row in memory[:gpus])
     holders = tuple(
         f"process {pid} ({Path(name).name}): {used} MiB"
         for pid, name, used in _smi("--query-compute-apps=pid,process_name,used_memory")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tuneserve.errors import ModelError
+from tuneserve.parallel import ServedShape
 
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 # Written by pickle: loading one runs whatever code it holds.
@@ -31,6 +32,7 @@ class ModelFacts:
         has_template: Whether there is a chat template at all.
         sampling: Sampling defaults in generation_config.json.
         quantization: `quant_method` of the checkpoint; None for 16 bits.
+        shape: What is cut when the server is spread over GPUs.
     """
 
     path: Path
@@ -42,6 +44,7 @@ class ModelFacts:
     has_template: bool
     sampling: dict[str, float] = field(default_factory=dict)
     quantization: str | None = None
+    shape: ServedShape = ServedShape(0, 0, 0, 0, 0)
 
 
 def read_model(path: Path, *, trust_remote_code: bool = False) -> ModelFacts:
@@ -91,6 +94,7 @@ def read_model(path: Path, *, trust_remote_code: bool = False) -> ModelFacts:
             if generation.get(name) is not None
         },
         quantization=quantization.get("quant_method"),
+        shape=ServedShape.from_config(config),
     )
 
 

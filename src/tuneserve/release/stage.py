@@ -176,7 +176,7 @@ def _room(
 ) -> capacity.Capacity:
     """Length, KV cache and memory of the candidate; waits for memory that is just coming back."""
     longest = max([request.longest_row, *(len(row.ids) for row in rows)])
-    free = capacity.read_free_memory()
+    free = capacity.read_free_memory(request.serve.tensor_parallel)
     held = 0
     if champion and request.serve.rollout == "hold":
         held = servers.keeper.memory_bytes(server_program(champion))
@@ -194,7 +194,7 @@ def _room(
         )
 
     def read() -> capacity.FreeMemory:
-        now = capacity.read_free_memory()
+        now = capacity.read_free_memory(request.serve.tensor_parallel)
         return replace(now, free_bytes=now.free_bytes + held)
 
     capacity.wait_for_room(

@@ -106,6 +106,8 @@ def serving_arguments(
     ]
     if facts.chat_template:
         arguments += ["--chat-template", str(facts.chat_template)]
+    if serve.tensor_parallel > 1:
+        arguments += ["--tensor-parallel-size", str(serve.tensor_parallel)]
     if capacity.device == "cpu":
         arguments += ["--enforce-eager"]  # compiling takes minutes and gains little on a CPU
     overrides = sampling_overrides(serve)
