@@ -249,7 +249,7 @@ def promote_release(id: str, *, keep_warm: bool = False) -> dict[str, Any]:
         )
     with state.lock_name(places, record.name, f"promoting {record.id}"):
         if not servers.keeper.running():
-            raise ServerError("nothing is running", hint="tuneserve up")
+            raise ServerError("nothing is running", hint="start what served with `tuneserve up`")
         promote.settle(servers, record.name, ready_seconds=_READY_SECONDS)
         _switch_to(servers, record, keep_warm=keep_warm)
     return {"name": record.name, "release": record.id}
