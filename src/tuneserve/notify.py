@@ -9,12 +9,15 @@ from __future__ import annotations
 import json
 import logging
 import os
+import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from tuneserve.errors import ServiceError
 from tuneserve.policy import NotifySection
 
 log = logging.getLogger(__name__)
@@ -22,6 +25,7 @@ log = logging.getLogger(__name__)
 _TRIES = 3
 _TIMEOUT_SECONDS = 10.0
 _FIRST_PAUSE_SECONDS = 1.0
+_COMMAND_SECONDS = 600.0
 
 
 def notify(section: NotifySection, event: str, facts: Mapping[str, Any]) -> bool:
@@ -56,6 +60,41 @@ def notify(section: NotifySection, event: str, facts: Mapping[str, Any]) -> bool
             why = type(error).__name__  # its text may hold the URL, which is a secret
     log.warning("the webhook of %s did not take the notification: %s", section.url_env, why)
     return False
+
+
+def run_command(command: Sequence[str], model: Path, release: str, served: str) -> None:
+    """Run the command of `notify.promoted_command`.
+
+    Raises:
+        ServiceError: It cannot be started, takes too long, or fails.
+    """
+    told = {
+        "TUNESERVE_MODEL_DIR": str(model),
+        "TUNESERVE_RELEASE": release,
+        "TUNESERVE_SERVED_NAME": served,
+    }
+    try:
+        done = subprocess.run(
+            list(command),
+            env={**os.environ, **told},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=_COMMAND_SECONDS,
+        )
+        why = f"ended with status {done.returncode}: {done.stdout.strip()[-500:]}"
+        if done.returncode == 0:
+            return
+    except OSError as error:
+        why = f"cannot be started ({error.strerror})"
+    except subprocess.TimeoutExpired:
+        why = f"took longer than {_COMMAND_SECONDS:.0f} s"
+    raise ServiceError(
+        f"{release} serves, but notify.promoted_command ({command[0]}) {why}",
+        hint="mend the command and run again: the release is not made a second time",
+    )
 
 
 def text_of(event: str, facts: Mapping[str, Any]) -> str:

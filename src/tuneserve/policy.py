@@ -51,7 +51,7 @@ class OverlapSection(Section):
 
 
 class NotifySection(Section):
-    """A webhook that hears how a run ended, with the gates' findings."""
+    """Who hears how a run ended: a webhook, with the gates' findings, and a command."""
 
     url_env: str | None = Field(
         None,
@@ -61,4 +61,10 @@ class NotifySection(Section):
     events: list[Event] = Field(
         default_factory=_default_events,
         description="Which ends are told: promoted, refused (by a gate), failed, unchanged.",
+    )
+    promoted_command: list[str] = Field(
+        default_factory=list,
+        description="Command run after a promotion, such as one that tells a cluster; it finds "
+        "TUNESERVE_MODEL_DIR, TUNESERVE_RELEASE and TUNESERVE_SERVED_NAME in its environment, "
+        "may run twice for one release, and its failure fails the run.",
     )

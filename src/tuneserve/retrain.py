@@ -16,7 +16,7 @@ from tuneserve.calls import StageCall, StageResult, open_store
 from tuneserve.config import RunFile
 from tuneserve.devices import visible_gpus
 from tuneserve.errors import GateRefused, TuneserveError
-from tuneserve.notify import notify
+from tuneserve.notify import notify, run_command
 from tuneserve.pipeline import Execute, PipelineResult, finetune_to_serve
 from tuneserve.runlock import hold
 from tuneserve.runs import RunRecord, Runs, now, summary
@@ -87,6 +87,10 @@ def _watched(
 
     try:
         result = finetune_to_serve(run, _accounted(run, execute, runs, record), unchanged)
+        if run.notify.promoted_command and result.outcome == "promoted":
+            model = result.artifacts.get("quantized") or result.artifacts["merged"]
+            folder = open_store(run).root / model
+            run_command(run.notify.promoted_command, folder, result.release, run.serve.name)
     except GateRefused as error:
         record.state, record.error = "refused", str(error)
         _tell(run, record, link, error.details)

@@ -14,7 +14,7 @@ import pytest
 from shim import Webhook, executed, healthy_server, in_process, run_file
 from tuneserve.calls import StageCall, StageResult
 from tuneserve.config import RunFile
-from tuneserve.errors import BudgetSpent, DataError, GateRefused, StageTimeout
+from tuneserve.errors import BudgetSpent, DataError, GateRefused, ServiceError, StageTimeout
 from tuneserve.pipeline import PipelineResult
 from tuneserve.process import run_stage
 from tuneserve.release import state
@@ -161,6 +161,24 @@ def test_the_notification_says_what_the_gates_found(house: House) -> None:
     )
     assert said["artifacts"]["dataset"].startswith("dataset-")
     assert "loss: passed (found 0.5, wanted below 1.0)" in said["text"]
+
+
+def test_a_command_hears_of_the_model_that_was_promoted(house: House) -> None:
+    note = house.folder / "note"
+    script = f'echo "$TUNESERVE_RELEASE $TUNESERVE_SERVED_NAME $TUNESERVE_MODEL_DIR" > {note}'
+    result = house.run(notify={"promoted_command": ["/bin/sh", "-c", script]})
+    model = house.folder / "store" / result.artifacts["quantized"]
+    assert note.read_text() == f"{result.release} default {model}\n" and model.is_dir()
+
+
+def test_a_command_that_fails_fails_the_run_and_is_tried_again(house: House) -> None:
+    failing = {"promoted_command": ["/bin/sh", "-c", "echo no cluster; exit 3"]}
+    with pytest.raises(ServiceError, match="serves, but .* ended with status 3: no cluster"):
+        house.run(notify=failing)
+    assert [record.state for record in Runs().all()] == ["failed"]
+    made = len(executed(house.folder))
+    assert house.run(notify={"promoted_command": ["/bin/true"]}).outcome == "promoted"
+    assert executed(house.folder)[made:] == ["fetch", "plan", "release"]
 
 
 @pytest.mark.parametrize(("status", "tries"), [(500, 3), (404, 1)])

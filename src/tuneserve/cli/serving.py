@@ -75,6 +75,15 @@ def up(as_json: JsonOption = False) -> None:
     show(found, status_text(found), as_json)
 
 
+@app.command(epilog="Example: tuneserve keep")
+def keep() -> None:
+    """Keep the servers up in the foreground, for containers and service managers."""
+    from tuneserve.release.keep import keep as keep_servers
+
+    log_to_stderr()
+    keep_servers()
+
+
 @app.command(epilog="Example: tuneserve promote support-3")
 def promote(
     release_id: Annotated[str, typer.Argument(help="Release id.", metavar="RELEASE")],
