@@ -1,65 +1,60 @@
 """How well the plan's training peak agrees with measured ones. Its last line is one JSON object.
 
-    python bench/bench_plan.py [--quick] [--measurements FOLDER]
+    python bench/bench_plan.py [--quick] [--points FILE]
 
-The measurements are one optimizer step each of Qwen2-7B's shape on one H200 (`peak_reserved` of
-torch's allocator, in GiB). Compared are those of the code path that the plan describes: a fused
-head and no float32 copies. The two constants that were fitted (`edge_tensors`, `slack_blocks`) were
-chosen on the points with checkpointing; those without are the held-out ones. All points are of one
-architecture.
+The points are peaks of torch's allocator (`max_memory_reserved`) in the product's own train step on
+one H200, three architectures, one process a point (`results/h200_plan_points.json` has the
+command). The constants were fitted on Qwen2-7B's shape alone; the other two architectures are held
+out. Writes `results/plan.json` and the plot `docs/plan_points.png`; with `--quick` nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
+import sys
 from pathlib import Path
 from typing import Any
 
 from tuneserve.plan.arch import Arch, arch_from_config
 from tuneserve.plan.memory import Step, train_peak
 
+ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
-FILE = "h200_qlora_step.json"
-RESULT = Path(__file__).with_name("results") / "plan.json"
-
-# Of the measurements' README: 28 layers, hidden 3584, vocabulary 152,064.
-QWEN2_7B = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_size": 3584,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "intermediate_size": 18944,
-    "vocab_size": 152064,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 32768,
-}
+POINTS = Path(__file__).with_name("results") / "h200_plan_points.json"
+RESULT = POINTS.with_name("plan.json")
+PLOT = ROOT / "docs" / "plan_points.png"
 
 
-def predicted(arch: Arch, row: dict[str, Any]) -> tuple[float, float]:
-    """Allocated and reserved GiB of one measured setting; the CUDA context is no part of either."""
-    attention = [linear for linear in arch.linears if linear.in_attention]
-    step = Step(
-        micro_batch=row["b"],
-        length=row["s"],
-        targets=tuple(attention) if row["targets"] == 4 else arch.linears,
-        rank=row["r"],
-        quantized=row["kind"] != "bf16",
-        double_quant=row["kind"].endswith("-dq"),
-        checkpointing=bool(row["gc"]),
-        optimizer="paged_adamw_8bit",
-        kernels="liger",
-        compiled="compile" in row["peer"],
-        adapter_element_bytes=4 if row["lora_dtype"] == "torch.float32" else 2,
+def shapes() -> dict[str, Arch]:
+    """The architectures of the points, as the script that measured them has them."""
+    sys.path.insert(0, str(ROOT / "tests" / "gpu"))
+    from train_step import SHAPES
+
+    return {name: arch_from_config(config) for name, config in SHAPES.items()}
+
+
+def step_of(point: dict[str, Any], arch: Arch) -> Step:
+    """A point's setting as the plan has it."""
+    chosen = point["targets"].split(",")
+    kept = {"true": True, "false": False, "offload": "offload"}
+    return Step(
+        micro_batch=point["micro_batch"],
+        length=point["length"],
+        targets=tuple(t for t in arch.linears if chosen == ["all-linear"] or t.name in chosen),
+        rank=point["rank"],
+        quantized=point["method"] == "qlora",
+        accumulation=point["accumulation"],
+        checkpointing=kept[point["checkpointing"]],  # type: ignore[arg-type]
+        optimizer=point["optimizer"],
+        kernels="fused",
     )
-    parts = dict(train_peak(arch, step).components)
-    del parts["CUDA context"]
-    slack = parts.pop("allocator slack")
-    allocated = sum(parts.values())
-    return allocated / GIB, (allocated + slack) / GIB
+
+
+def predicted_bytes(point: dict[str, Any], arch: Arch) -> int:
+    """Reserved memory; the CUDA context is no part of what the allocator counts."""
+    parts = train_peak(arch, step_of(point, arch)).components
+    return sum(size for name, size in parts.items() if name != "CUDA context")
 
 
 def errors(pairs: list[tuple[float, float]]) -> dict[str, Any]:
@@ -75,51 +70,88 @@ def main() -> None:
     """Compare and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="the same, but write no result")
-    parser.add_argument("--measurements", type=Path, help=f"folder with {FILE}")
+    parser.add_argument("--points", type=Path, default=POINTS)
     options = parser.parse_args()
-    folder = options.measurements or Path(
-        os.environ.get("TUNESERVE_MEASUREMENTS")
-        or Path(__file__).resolve().parents[2] / "shared" / "measurements"
-    )
-    path = folder / FILE
-    if not path.is_file():
-        print(f"{path} is not there; give --measurements or set TUNESERVE_MEASUREMENTS")
-        print(json.dumps({"bench": "plan", "skipped": f"no {FILE}", **errors([])}))
-        return
-    rows = json.loads(path.read_text(encoding="utf-8"))
-    arch = arch_from_config(QWEN2_7B)
-    fitted: list[tuple[float, float]] = []
-    held_out: list[tuple[float, float]] = []
-    allocated: list[tuple[float, float]] = []
-    points: list[dict[str, Any]] = []
-    print(f"{'base':<8}{'step':<28}{'r':>4} {'checkpoints':<12}{'predicted':>10}{'measured':>10}")
+    points = json.loads(options.points.read_text(encoding="utf-8"))["points"]
+    known = shapes()
+    rows = [_row(point, known[point["shape"]]) for point in points]
     for row in rows:
-        if "liger" not in row["peer"]:
-            continue
-        alloc, reserved = predicted(arch, row)
-        (fitted if row["gc"] else held_out).append((reserved, row["peak_reserved"]))
-        allocated.append((alloc, row["peak_alloc"]))
-        error = reserved / row["peak_reserved"] - 1
-        setting = {name: row[name] for name in ("kind", "peer", "b", "s", "r", "targets", "gc")}
-        points.append(
-            {**setting, "predicted": round(reserved, 3), "measured": round(row["peak_reserved"], 3)}
-        )
+        error = row["predicted_gib"] / row["measured_gib"] - 1
+        held = "held out" if row["held_out"] else ""
         print(
-            f"{row['kind']:<8}{row['peer']:<28}{row['r']:>4} {'yes' if row['gc'] else 'no':<12}"
-            f"{reserved:>10.2f}{row['peak_reserved']:>10.2f} GiB {error:+.1%}"
+            f"{row['setting']:<72}{row['predicted_gib']:>8.2f}{row['measured_gib']:>8.2f} GiB "
+            f"{error:+6.1%} {held}"
         )
-    result = {
-        "bench": "plan",
-        **errors(fitted + held_out),
-        "held_out": errors(held_out),
-        "allocated": errors(allocated),
-        "not_compared": sum("liger" not in row["peer"] for row in rows),
-    }
+
+    def pairs(held_out: bool | None) -> list[tuple[float, float]]:
+        chosen = [r for r in rows if held_out is None or r["held_out"] == held_out]
+        return [(r["predicted_gib"], r["measured_gib"]) for r in chosen]
+
+    result = {"bench": "plan", **errors(pairs(None)), "held_out": errors(pairs(True))}
+    result["fitted"] = errors(pairs(False))
     if not options.quick:
-        RESULT.parent.mkdir(exist_ok=True)
-        about = {"machine": "one NVIDIA H200", "measured": FILE, "points_gib": points}
+        about = {"machine": "one NVIDIA H200", "measured": options.points.name, "rows": rows}
         RESULT.write_text(json.dumps({**result, **about}, indent=1) + "\n", encoding="utf-8")
+        _plot(rows)
     print(json.dumps(result))
+
+
+def _row(point: dict[str, Any], arch: Arch) -> dict[str, Any]:
+    kind = "nf4" if point["method"] == "qlora" else "bf16"
+    targets = point["targets"].replace("_proj", "").replace(",", " ")
+    kept = {"true": "checkpointing", "false": "all kept", "offload": "checkpoints on the host"}
+    batch = f"{point['micro_batch']} x {point['length']}"
+    if point["accumulation"] > 1:
+        batch += f", {point['accumulation']} passes"
+    how = kept[point["checkpointing"]]
+    return {
+        "setting": f"{point['shape']} {kind} r{point['rank']} {targets}, {batch}, {how}",
+        "shape": point["shape"],
+        "held_out": point["held_out"],
+        "predicted_gib": round(predicted_bytes(point, arch) / GIB, 3),
+        "measured_gib": round(point["peak_reserved_bytes"] / GIB, 3),
+    }
+
+
+def _plot(rows: list[dict[str, Any]]) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.6, 5.2), layout="constrained")
+    figure.patch.set_alpha(0)
+    axes = figure.subplots()
+    axes.patch.set_alpha(0)
+    ink = "#7f7f7f"
+    low, high = 1.5, 32.0
+    axes.plot([low, high], [low, high], color=ink, linewidth=1)
+    axes.fill_between(
+        [low, high], [0.85 * low, 0.85 * high], [1.15 * low, 1.15 * high], color=ink, alpha=0.12
+    )
+    looks = {"qwen2-7b": ("o", "#2f8fdd"), "llama3-8b": ("s", "#e0762f")}
+    for shape in sorted({row["shape"] for row in rows}):
+        marker, colour = looks.get(shape, ("^", "#3fa55b"))
+        chosen = [row for row in rows if row["shape"] == shape]
+        label = f"{shape} ({'held out' if chosen[0]['held_out'] else 'fitted'})"
+        axes.plot(
+            [row["measured_gib"] for row in chosen],
+            [row["predicted_gib"] for row in chosen],
+            marker,
+            color=colour,
+            label=label,
+        )
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    ticks = [2, 4, 8, 16, 32]
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_ticks(ticks, [str(tick) for tick in ticks])
+        axis.set_ticks([], minor=True)
+        axis.label.set_color(ink)
+    axes.set_xlabel("measured, GiB reserved")
+    axes.set_ylabel("planned, GiB (band: 15 % off)")
+    axes.tick_params(colors=ink)
+    for spine in axes.spines.values():
+        spine.set_color(ink)
+    axes.legend(frameon=False, labelcolor=ink)
+    figure.savefig(PLOT, dpi=120, transparent=True, metadata={"Software": None})
 
 
 if __name__ == "__main__":

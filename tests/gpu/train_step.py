@@ -106,6 +106,23 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def _process_gpu_bytes() -> int | None:
+    """What the driver counts for this process: the allocator's memory, and CUDA's own."""
+    import os
+
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
+            if process.pid == os.getpid():
+                return int(process.usedGpuMemory)
+    except (ImportError, pynvml.NVMLError, TypeError):
+        pass
+    return None
+
+
 def _instrument(options: argparse.Namespace) -> None:
     """Take turns on the GPU, and profile a step: hooks around the product's own functions."""
     from tuneserve.train import attempt, trainer
@@ -116,8 +133,15 @@ def _instrument(options: argparse.Namespace) -> None:
         _wait_for_turn(options.turn, options.of)
         smoke(*arguments, **named)
 
+    train = attempt.Attempt._train
+
+    def then_let_go(*arguments: Any, **named: Any) -> None:
+        train(*arguments, **named)
+        while _LOCK:
+            _LOCK.pop().close()
+
     if options.turn:
-        attempt.smoke_step = in_turn
+        attempt.smoke_step, attempt.Attempt._train = in_turn, then_let_go
     if options.profile:
         import torch
 
@@ -264,6 +288,7 @@ def _train(root: Path, base: Path, options: argparse.Namespace) -> dict[str, Any
         **metrics,
         **memory,
         "peak_bytes_by_phase": phases,
+        "process_gpu_bytes": _process_gpu_bytes() if cuda else None,
         "device": torch.cuda.get_device_name() if cuda else "cpu",
         "torch": torch.__version__,
     }

@@ -62,8 +62,9 @@ class LoraLinear(torch.autograd.Function):
         if a is not None and b is not None:
             inner = flat @ a.t()
             out.addmm_(inner, b.t(), alpha=layer.scale)
-        ctx.layer, ctx.shape = layer, x.shape
-        ctx.save_for_backward(*((x, inner, a, b) if a is not None else ()))
+        # The factors are parameters, alive anyway: kept beside what a checkpoint must recompute.
+        ctx.layer, ctx.shape, ctx.factors = layer, x.shape, (a, b)
+        ctx.save_for_backward(*((x, inner) if a is not None else ()))
         return out.view(*x.shape[:-1], -1)
 
     @staticmethod
@@ -75,7 +76,8 @@ class LoraLinear(torch.autograd.Function):
         da = db = None
         saved = ctx.saved_tensors  # once: a checkpointed block may be asked for them only once
         if saved:
-            x, inner, a, b = saved
+            x, inner = saved
+            a, b = ctx.factors
             back = (d @ b).mul_(layer.scale)
             da = back.t() @ x.reshape(-1, x.shape[-1])
             db = (d.t() @ inner).mul_(layer.scale)
@@ -105,7 +107,8 @@ class GatedMlp(torch.autograd.Function):
         # With the activations kept, the input is needed for the adapters' gradients alone.
         needs_x = not kept or factors[0] is not None or factors[2] is not None
         ctx.shape, ctx.needs_x = x.shape, needs_x
-        ctx.save_for_backward(*([x] if needs_x else []), *kept, *factors)
+        ctx.factors = factors
+        ctx.save_for_backward(*([x] if needs_x else []), *kept)
         return y
 
     @staticmethod
@@ -114,7 +117,7 @@ class GatedMlp(torch.autograd.Function):
         saved = list(ctx.saved_tensors)
         x = saved.pop(0) if ctx.needs_x else None
         both = saved.pop(0) if ctx.keep is Keep.ACTIVATIONS else None
-        layers, factors = ctx.layers, tuple(saved)
+        layers, factors = ctx.layers, ctx.factors
         d = gradients[0].reshape(-1, gradients[0].shape[-1])
         flat = None if x is None else x.reshape(-1, x.shape[-1])
         work = _Backward(d, flat, both, layers, factors)

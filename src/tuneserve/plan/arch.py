@@ -66,6 +66,7 @@ class Arch:
         other_weights: Norms, biases and whatever else is neither linear, embedding nor head.
         inner: Width of the MLP.
         extra_norms: Norms a block has beyond the usual two.
+        gate: The MLP's activation, as transformers names it.
         source: ``config``, ``headers``, or ``guess`` for a family that is not known.
     """
 
@@ -85,6 +86,7 @@ class Arch:
     qk_norm: bool = False
     extra_norms: int = 0
     experts: int = 0
+    gate: str = "silu"
     source: str = "config"
 
     @property
@@ -174,8 +176,15 @@ def arch_from_config(config: Mapping[str, Any]) -> Arch:
         qk_norm=qk_norm,
         extra_norms=four,
         experts=_size(text, "num_local_experts", "num_experts", "n_routed_experts"),
+        gate=_gate(text),
         source="config" if known else "guess",
     )
+
+
+def _gate(config: Mapping[str, Any]) -> str:
+    """The MLP's activation; the usual decoders leave it out when it is SiLU."""
+    name = config.get("hidden_act") or config.get("hidden_activation") or "silu"
+    return "silu" if name == "swish" else str(name)
 
 
 def _size(config: Mapping[str, Any], *names: str) -> int:

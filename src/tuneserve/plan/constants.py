@@ -24,6 +24,15 @@ class Constants:
         edge_tensors: Hidden-state sized tensors alive at the peak beside the layer's own: the
             gradient that comes in, the sum of residual gradients, the final norm's input and
             output.
+        fused_edge_tensors: The same of a step with fused products.
+        fused_back_tensors: What attention takes on its way back, in hidden states; it matters under
+            checkpointing, where no MLP's activations have just been given back.
+        workspace_bytes: Of cuBLAS, for the thread that goes forward and the one that goes back.
+        fused_slack_bytes: What the allocator holds and cannot use in a step with fused products,
+            whose widest buffers are never given back: rounding to pages, small tensors.
+        fused_slack_tensors: And in hidden states, which alone come and go there.
+        offload_tensors: Hidden states on the card when checkpoints are in host memory: on their
+            way out, fetched, and fetched ahead.
         cpu_slack: Share that malloc keeps beyond what is asked, without a GPU.
         train_process_bytes: Interpreter with torch, transformers, peft, trl and bitsandbytes.
         merge_process_bytes: Interpreter with torch alone; part of `merge.max_memory`.
@@ -35,9 +44,15 @@ class Constants:
         server_gpu_bytes: CUDA context, graphs and activations of one vLLM on a card.
     """
 
-    cuda_context_bytes: int = 500 * MIB
+    cuda_context_bytes: int = 740 * MIB
     slack_blocks: float = 2.0
-    edge_tensors: int = 5
+    edge_tensors: float = 5.0
+    fused_edge_tensors: float = 4.0
+    fused_back_tensors: float = 4.0
+    fused_slack_bytes: int = 128 * MIB
+    fused_slack_tensors: float = 2.5
+    workspace_bytes: int = 64 * MIB
+    offload_tensors: float = 5.0
     cpu_slack: float = 0.10
     train_process_bytes: int = 900 * MIB
     merge_process_bytes: int = 350 * MIB

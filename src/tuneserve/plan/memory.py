@@ -13,11 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from tuneserve.plan import several
+from tuneserve.plan import fusedstep, several
 from tuneserve.plan.arch import Arch, Linear, lora_weights
 from tuneserve.plan.constants import DEFAULT, NF4_BYTES, NF4_DOUBLE_BYTES, Constants
 
-Kernels = Literal["plain", "liger"]
+Kernels = Literal["plain", "liger", "fused"]
+_KEPT = ("activations: checkpoints", "activations: all layers")
 
 # TRL's fused head projects tiles of so many tokens and so many vocabulary rows (trl 1.16,
 # `kernels/chunked_logprob.py`), so that the logits are never whole.
@@ -36,7 +37,9 @@ class Step:
         whole_weights: Parameters of modules trained whole (`modules_to_save`).
         padded: Rows of unequal length need a mask, under which keys and values are repeated for all
             heads before attention; without one the kernel shares them.
-        kernels: `plain` transformers modules, or Liger's fused norms and gate.
+        checkpointing: Recompute activations; `offload`: what is kept for that is in host memory.
+        kernels: `fused`, the product's own; `plain` transformers modules, where those do not apply;
+            or Liger's norms and gate, which measured peers use.
         compiled: Blocks under torch.compile, which keep one hidden state more.
         element_bytes: Of weights and activations: 2, or 4 on a CPU without bf16 instructions.
         gpus: Processes that share a step, each with `micro_batch` x `accumulation` rows.
@@ -50,7 +53,7 @@ class Step:
     quantized: bool
     double_quant: bool = True
     accumulation: int = 1
-    checkpointing: bool = True
+    checkpointing: bool | Literal["offload"] = True
     optimizer: str = "adamw_8bit"
     attention: str = "sdpa"
     dropout: bool = False
@@ -95,8 +98,12 @@ def train_peak(arch: Arch, step: Step, constants: Constants = DEFAULT) -> Peak:
     parts.update(_transient(arch, step, constants))
     whole = {name: int(value) for name, value in parts.items() if value}
     if step.gpu:
-        block = max(_largest_block(arch, step), 2 * 2**20)
-        whole["allocator slack"] = int(constants.slack_blocks * block)
+        if step.kernels == "fused":
+            hidden = step.tokens * arch.hidden * step.element_bytes
+            slack = constants.fused_slack_bytes + constants.fused_slack_tensors * hidden
+        else:
+            slack = constants.slack_blocks * max(_largest_block(arch, step), 2 * 2**20)
+        whole["allocator slack"] = int(slack)
         whole["CUDA context"] = constants.cuda_context_bytes
         return Peak(whole)
     whole["allocator slack"] = int(constants.cpu_slack * sum(whole.values()))
@@ -136,18 +143,37 @@ def _optimizer_bytes(step: Step) -> float:
 
 def _transient(arch: Arch, step: Step, constants: Constants) -> dict[str, float]:
     """What comes and goes, at the moment when most of it is alive."""
-    hidden_state = step.tokens * arch.hidden * step.element_bytes
-    layer = step.tokens * saved_bytes_per_token(arch, step) + _attention_bytes(arch, step)
     gradient = (
         lora_weights(step.targets, step.rank, dora=step.dora) * step.adapter_element_bytes
         + step.element_bytes * step.whole_weights
     )
+    fused = step.kernels == "fused"
+    parts = fusedstep.transient(arch, step, constants) if fused else _plain(arch, step, constants)
+    # What gives way to gradients as the way back goes on; not what is in host memory.
+    offloaded = step.checkpointing == "offload"
+    kept = 0 if offloaded else sum(size for name, size in parts.items() if name in _KEPT)
+    if step.zero or step.gpus > 1:
+        parts["gradients"] = several.gradient_bytes(step, gradient)
+    elif step.accumulation > 1:  # of the micro-batches before this one
+        parts["gradients"] = gradient
+    else:  # gradients grow while activations go; they matter only where there are few of these
+        parts["gradients"] = max(0.0, gradient - kept)
+    if step.dora:  # norm of the merged weight, in float32
+        parts["DoRA norms"] = 2 * 4 * max(t.in_features * t.out_features for t in step.targets)
+    return parts
+
+
+def _plain(arch: Arch, step: Step, constants: Constants) -> dict[str, float]:
+    """Activations, and what the way back needs, of modules that are not fused."""
+    hidden_state = step.tokens * arch.hidden * step.element_bytes
+    layer = step.tokens * saved_bytes_per_token(arch, step) + _attention_bytes(arch, step)
     parts: dict[str, float] = {}
     recomputed = layer if step.checkpointing else 0
     if step.checkpointing:
-        kept = parts["activations: checkpoints"] = arch.layers * hidden_state
+        held = constants.offload_tensors if step.checkpointing == "offload" else arch.layers
+        parts["activations: checkpoints"] = held * hidden_state
     else:
-        kept = parts["activations: all layers"] = arch.layers * layer
+        parts["activations: all layers"] = arch.layers * layer
     gradients, buffer = _backward_bytes(arch, step)
     head = _head_bytes(arch, step)
     if head > recomputed + gradients + buffer:  # the loss comes before the first block goes back
@@ -157,14 +183,6 @@ def _transient(arch: Arch, step: Step, constants: Constants) -> dict[str, float]
         parts["gradients inside the MLP"] = gradients
         parts["dequantization buffer"] = buffer
     parts["hidden states and their gradients"] = constants.edge_tensors * hidden_state
-    if step.zero or step.gpus > 1:
-        parts["gradients"] = several.gradient_bytes(step, gradient)
-    elif step.accumulation > 1:  # of the micro-batches before this one
-        parts["gradients"] = gradient
-    else:  # gradients grow while activations go; they matter only where there are few of these
-        parts["gradients"] = max(0.0, gradient - kept)
-    if step.dora:  # norm of the merged weight, in float32
-        parts["DoRA norms"] = 2 * 4 * max(t.in_features * t.out_features for t in step.targets)
     return parts
 
 
