@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -63,6 +64,22 @@ def validated(run: RunFile) -> tuple[Path, StageResult]:
 def show(data: Any, text: str, as_json: bool) -> None:
     """Print the result: one JSON object, or the text."""
     print(json.dumps(data, default=str, sort_keys=True) if as_json else text)
+
+
+def what_next(*commands: str) -> str:
+    """Lines that say what to type next, with the program as this user called it."""
+    called = _program()
+    return "\n".join(["next:", *(f"  {c.replace('tuneserve', called, 1)}" for c in commands)])
+
+
+def _program() -> str:
+    """``tuneserve`` where the shell would find us by that name; else the path, or the module."""
+    called, found = Path(sys.argv[0]), shutil.which("tuneserve")
+    if called.name == "__main__.py":
+        return "python -m tuneserve"
+    if found and called.exists() and called.resolve() == Path(found).resolve():
+        return "tuneserve"
+    return sys.argv[0]
 
 
 def log_to_stderr() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,6 +17,7 @@ from tuneserve.cli.app import (
     log_to_stderr,
     show,
     validated,
+    what_next,
 )
 
 
@@ -37,7 +39,9 @@ def validate(run_file: RunArgument, as_json: JsonOption = False) -> None:
         f"rows read {metrics['rows_read']}, kept {metrics['rows_kept']}, "
         f"rejected {metrics['rows_rejected']}",
         *(f"  {code}: {count}" for code, count in sorted(metrics["reasons"].items())),
+        *(f"  warning {code}: {n}" for code, n in sorted(metrics.get("warnings", {}).items())),
         f"report: {folder / 'report.md'}",
+        what_next(f"tuneserve plan {shlex.quote(str(run_file))}"),
     ]
     show(data, "\n".join(lines), as_json)
 
@@ -59,7 +63,10 @@ def plan(
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--gpu-memory") from error
     found = plan_run(load(run_file), gpu_memory_bytes=gpu_bytes)
-    show({k: v for k, v in found.items() if k != "table"}, found["table"], as_json)
+    text = found["table"]
+    if found["fits"]:
+        text += "\n" + what_next(f"tuneserve run {shlex.quote(str(run_file))}")
+    show({k: v for k, v in found.items() if k != "table"}, text, as_json)
     if not found["fits"]:
         raise SystemExit(3)
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tuneserve.cli.app import JsonOption, app, log_to_stderr, show
+from tuneserve.cli.app import JsonOption, app, log_to_stderr, show, what_next
 
 
 @app.command(epilog="Example: tuneserve init chats.jsonl --gpu-memory 24GiB")
@@ -40,4 +40,5 @@ def init(
         raise typer.BadParameter(str(error), param_hint="--gpu-memory") from error
     log_to_stderr()
     made = init_run(data or [], out, base=base, gpu_memory_bytes=gpu_bytes, force=force)
-    show(made.to_json(), made.text(), as_json)
+    text = f"{made.text()}\n{what_next(*made.next_commands)}"
+    show(made.to_json(), text, as_json)

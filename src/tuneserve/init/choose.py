@@ -18,16 +18,16 @@ from tuneserve.plan.checks import QUANTIZABLE
 from tuneserve.plan.machine import GpuProcess, Machine
 from tuneserve.runfile import parse_run
 
-# Fastest first, as measured on one H200 with Qwen2-7B's shape, 4,096 tokens a pass: 0.30 s a step
-# (16-bit, no checkpointing), 0.44 s (NF4 with checkpointing); the two between were measured with
-# other kernels, in this order (bench/results/h200_train_step.json, docs/walkthrough-7b.md).
+# Fastest first. Measured on one H200 (bench/results/h200_train_step.json) are the first and the
+# last; the two between follow from what each has to compute a second time.
 _GPU_WAYS: tuple[tuple[Literal["lora", "qlora"], bool], ...] = (
     ("lora", False),
     ("qlora", False),
     ("lora", True),
     ("qlora", True),
 )
-_CPU_WAYS = _GPU_WAYS[1::2]
+# Without a GPU 4 bits save memory that small models do not need, and cost time in every pass.
+_CPU_WAYS = (_GPU_WAYS[0], _GPU_WAYS[2], _GPU_WAYS[3])
 # Below so many tokens a pass a card is not busy, and checkpointing that makes room for more is
 # worth its time.
 _BUSY_TOKENS = 2048
@@ -250,7 +250,7 @@ def _finished(choice: Choice, arch: Arch, look: DataLook | None) -> Choice:
         held = round(look.rows * run.data.eval_fraction)
         why["data.eval_fraction"] = f"about {held} conversations are held out to measure with"
     why["train.method"] = (
-        "the base stays in 16 bits: the card has the room, and it is faster"
+        "the base stays in 16 bits: there is room, and it is faster"
         if run.train.method == "lora"
         else "the base in 4 bits (NF4), the adapter in 16"
     )

@@ -40,7 +40,8 @@ class DataLook:
         lengths: Tokens of each row that was kept.
         counted: Whether a tokenizer counted them; otherwise they are estimates.
         reasons: Rejected rows by code.
-        samples: Code and first finding of it, for the message.
+        samples: First finding of each code, for the message.
+        warnings: Rows that are kept, but want a look, by code.
         distinct: Different conversations.
         tool_calls: Whether tools are listed or called anywhere.
         share: Part of the files' bytes that was read.
@@ -51,6 +52,7 @@ class DataLook:
     counted: bool = False
     reasons: Counter[str] = field(default_factory=Counter)
     samples: dict[str, str] = field(default_factory=dict)
+    warnings: Counter[str] = field(default_factory=Counter)
     distinct: int = 0
     tool_calls: bool = False
     share: float = 1.0
@@ -146,6 +148,7 @@ def _counted(run: RunFile, base: Path) -> DataLook:
             found.rows_read += result.rows_read
             found.lengths += result.lengths
             found.tool_calls |= result.tool_rows > 0
+            found.warnings.update(code for code, _ in result.warnings)
             seen.update(result.digests[at : at + 16] for at in range(0, len(result.digests), 16))
             for row in result.rejected:
                 _note_rejected(found, row["code"], f"{row['source']}: {row['message']}")
@@ -175,6 +178,7 @@ def _estimated(run: RunFile) -> DataLook:
                 continue
             found.lengths.append(_guess_tokens(conversation))
             found.tool_calls |= conversation.has_tools
+            found.warnings.update(conversation.warnings)
             seen.add(digests(conversation)[0])
         if found.rows_read >= _ROWS_READ:
             break

@@ -15,6 +15,7 @@ from typing import Any
 
 from tuneserve.artifacts import fsync_directory
 from tuneserve.checkpoint.basecheck import read_config
+from tuneserve.data.codes import CODES
 from tuneserve.errors import OutputExists, TuneserveError
 from tuneserve.init.bases import Base, candidates, open_base
 from tuneserve.init.choose import Choice, choose
@@ -60,6 +61,7 @@ class Made:
                 "rows_kept": len(data.lengths),
                 "distinct": data.distinct,
                 "reasons": dict(data.reasons),
+                "warnings": dict(data.warnings),
                 "longest_tokens": data.longest,
                 "tokens_counted": data.counted,
                 "tool_calls": data.tool_calls,
@@ -72,12 +74,12 @@ class Made:
         }
 
     def text(self) -> str:
-        """For a terminal."""
+        """For a terminal, without the commands that come next."""
         lines = [*self.found, f"wrote {self.run_file}"]
         if self.example:
             lines.append(f"wrote {self.example}: replace its rows with your conversations")
         lines += [f"note: {note}" for note in self.choice.notes]
-        return "\n".join([*lines, "next:", *(f"  {c}" for c in self.next_commands)])
+        return "\n".join(lines)
 
 
 def make(
@@ -175,6 +177,10 @@ def _note_data(choice: Choice, found: DataLook | None) -> None:
             f"{share:.1%} of the rows are broken, more than data.max_rejected ({limit:.0%}) "
             f"allows; mend them first, `validate` lists every one:\n  {worst}",
         )
+    choice.notes += [
+        f"{count} rows, {code}: {CODES[code].meaning} What to do: {CODES[code].hint}"
+        for code, count in found.warnings.most_common()
+    ]
     if not found.counted:
         choice.notes.append(
             "tokens were estimated from the texts' lengths; `validate` fetches the tokenizer, "

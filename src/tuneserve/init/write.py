@@ -56,6 +56,8 @@ def _also(section: str, choice: Choice) -> Iterator[str]:
     for text in _ALSO.get(section, []):
         if text.startswith("revision:") and (base.startswith("builtin:") or base[:1] in "./"):
             continue
+        if text.split(":")[0] in choice.values[section]:  # a key may stand there once only
+            continue
         yield text
 
 
