@@ -6,7 +6,9 @@ import gzip
 import importlib.util
 import json
 import logging
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -367,3 +369,46 @@ def test_shipped_template_files_have_only_good_rows(tmp_path: Path, name: str) -
     kind = wanted.get(name, "sharegpt" if "sharegpt" in name else "messages")
     assert metrics["formats"] == {name: kind}
     assert (metrics["tool_rows"] > 0) == ("tools" in name)
+
+
+def test_real_command_prints_one_object_or_the_first_findings(tmp_path: Path, base: Path) -> None:
+    """`tuneserve validate` alone: what scripts read, and what a person reads at exit 2."""
+    good = [bases.chat(f"Question {n}?", f"Answer {n}.") for n in range(30)]
+    bases.write_jsonl(tmp_path / "good.jsonl", good)
+    bad = [{"messages": [{"role": "user", "content": f"Unanswered {n}"}]} for n in range(15)]
+    bases.write_jsonl(tmp_path / "bad.jsonl", [*good, *bad])
+    environment = {**os.environ, "TUNESERVE_HOME": str(tmp_path / "home")}
+
+    def validate(name: str) -> subprocess.CompletedProcess[str]:
+        run_file = tmp_path / "run.yaml"
+        spec = {
+            "name": "r",
+            "model": {"base": str(base)},
+            "data": {"train": f"{name}.jsonl", "max_length": 256},
+        }
+        run_file.write_text(json.dumps(spec))
+        command = [sys.executable, "-m", "tuneserve", "validate", str(run_file), "--json"]
+        return subprocess.run(
+            command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=300
+        )
+
+    done = validate("good")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["rows_read"], found["rows_kept"], found["rows_rejected"]) == (30, 30, 0)
+    assert found["rows_neutralized"] == 0 and found["reasons"] == {}
+    assert Path(found["tokenizer"]).parent == Path(found["path"])
+    assert (Path(found["tokenizer"]) / "tokenizer.json").is_file()
+    assert Path(found["path"]).name == found["artifact"]
+    stored = sorted(p.name for p in Path(found["path"]).parent.iterdir())
+
+    done = validate("bad")
+    assert done.returncode == 2
+    error = json.loads(done.stdout)["error"]
+    assert "15 of 45 rows are rejected" in error["message"]
+    shown = [line for line in done.stderr.splitlines() if "no_assistant" in line and ":1" in line]
+    assert sum("bad.jsonl:" in line and ": no_assistant: " in line for line in shown) == 10
+    assert len(error["details"]["findings"]) == 10
+    assert error["details"]["findings"][0]["source"].endswith("bad.jsonl:31:1")
+    assert Path(error["details"]["quarantine"]).read_text().count("\n") == 15
+    assert sorted(p.name for p in Path(found["path"]).parent.iterdir()) == stored

@@ -14,17 +14,17 @@ their end tokens, with nothing around them that the template does not put around
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
-from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from tuneserve.data.codes import RowError
+from tuneserve.data.controls import ControlCounts
 from tuneserve.data.engine import Engine, Ids
 from tuneserve.data.pieces import Piece, squeeze
+from tuneserve.data.spans import AnswerSpan, find_answers
 from tuneserve.data.template import ChatTemplate
 
 IGNORED = -100
@@ -68,9 +68,15 @@ class Supervisor:
     all rows of a call are worked on at once; the others take the slower way over offsets.
     """
 
-    def __init__(self, engine: Engine, template: ChatTemplate, frames: Frames) -> None:
-        self.engine, self.template, self.frames = engine, template, frames
-        self._controls: dict[tuple[Any, ...], int] = {}
+    def __init__(
+        self,
+        engine: Engine,
+        template: ChatTemplate,
+        frames: Frames,
+        tool_template: ChatTemplate | None = None,
+    ) -> None:
+        self.engine, self.frames = engine, frames
+        self._wanted_controls = ControlCounts(engine, template, tool_template or template)
 
     def tokenize(self, pieces: list[Piece]) -> list[TokenRow | RowError]:
         """One result per piece, in order."""
@@ -115,7 +121,9 @@ class Supervisor:
         errors = self._whole_row_errors(pieces, ids, starts)
         edges = starts.tolist()
         change = np.zeros(len(ids) + 1, dtype=np.int8)
-        for span in _spans(pieces, data, ends, edges, engine.is_added[ids], engine.is_stop[ids]):
+        for span in find_answers(
+            pieces, data, ends, edges, engine.is_added[ids], engine.is_stop[ids]
+        ):
             if span.row in errors:
                 continue
             piece, first = pieces[span.row], edges[span.row]
@@ -152,7 +160,7 @@ class Supervisor:
         np.cumsum(self.engine.is_control[ids], out=sums[1:])
         counts = (sums[starts[1:]] - sums[starts[:-1]]).tolist()
         for row, (piece, found) in enumerate(zip(pieces, counts, strict=True)):
-            wanted = self._control_count(piece)
+            wanted = self._wanted_controls.of(piece)
             if wanted is not None and found != wanted:
                 errors[row] = _wrong_controls(found, wanted)
         bos = self.engine.bos_id
@@ -164,7 +172,7 @@ class Supervisor:
                     errors[row] = _double_bos(bos)
         return errors
 
-    def _check_prompt(self, span: _Span, ids: list[int], data: bytes, first: int) -> None:
+    def _check_prompt(self, span: AnswerSpan, ids: list[int], data: bytes, first: int) -> None:
         """The prompt's own ids must be the beginning of the row's."""
         engine, number = self.engine, span.number
         if not span.on_edge:
@@ -191,7 +199,7 @@ class Supervisor:
         bos = engine.bos_id
         if bos is not None and len(ids) > 1 and ids[0] == bos and ids[1] == bos:
             raise _double_bos(bos)
-        wanted = self._control_count(piece)
+        wanted = self._wanted_controls.of(piece)
         found = int(np.count_nonzero(engine.is_control[ids]))
         if wanted is not None and found != wanted:
             raise _wrong_controls(found, wanted)
@@ -231,23 +239,6 @@ class Supervisor:
                 text = f"turn {number + 1}: the supervised tokens lack {part[:60]!r}"
                 raise RowError("supervision_mismatch", text, path=("messages", number))
 
-    def _control_count(self, piece: Piece) -> int | None:
-        """Control tokens that the template writes for such roles; None where calls decide."""
-        messages = piece.messages[: piece.count]
-        if piece.tools or any("tool_calls" in message for message in messages):
-            return None  # the texts were searched for them
-        key = tuple([message["role"] if len(message) == 2 else "?" for message in messages])
-        if "?" in key:
-            key = tuple((m["role"], "reasoning" in m) for m in messages)
-        wanted = self._controls.get(key)
-        if wanted is None:
-            plain = [{k: v if k == "role" else "x" for k, v in m.items()} for m in messages]
-            bare = self.engine.encode(self.template.render(plain, None, prompt=False))
-            wanted = int(np.count_nonzero(self.engine.is_control[np.array(bare.ids)]))
-            if len(self._controls) < 4096:
-                self._controls[key] = wanted
-        return wanted
-
 
 def _ids(row: list[int]) -> Ids:
     return np.array(row, dtype=np.int32)
@@ -255,82 +246,6 @@ def _ids(row: list[int]) -> Ids:
 
 def _joined(rows: list[list[int]]) -> Ids:
     return np.fromiter(chain.from_iterable(rows), dtype=np.int32)
-
-
-class _Span(NamedTuple):
-    """An answer in rows that lie one after another; bytes are counted from its row's beginning.
-
-    Attributes:
-        row, number: Which row, and which of its messages.
-        cut: Byte where the answer begins.
-        on_edge: Whether a token ends there.
-        begin, end: Indices of its first and last token; no end where no stop token follows.
-        end_byte: Where that last token's bytes end.
-        anchor, anchor_byte: Index of the last added token before it, and where its bytes end.
-    """
-
-    row: int
-    number: int
-    cut: int
-    on_edge: bool
-    begin: int
-    end: int | None
-    end_byte: int
-    anchor: int | None
-    anchor_byte: int
-
-
-def _spans(
-    pieces: list[Piece],
-    data: list[bytes],
-    ends: npt.NDArray[np.int64],
-    edges: list[int],
-    is_added: npt.NDArray[np.bool_],
-    is_stop: npt.NDArray[np.bool_],
-) -> Iterator[_Span]:
-    """Finds every answer's tokens, all rows at once.
-
-    Args:
-        pieces, data: The rows and their bytes.
-        ends: Per id of all rows, where its bytes end in all rows' bytes.
-        edges: Per row, its first index among the ids; one more at the end.
-        is_added, is_stop: Per id.
-    """
-    places = []
-    row_byte = 0
-    for row, (piece, raw) in enumerate(zip(pieces, data, strict=True)):
-        ascii_text = len(raw) == len(piece.text)
-        for cut, number in piece.cuts:
-            place = cut if ascii_text else len(piece.text[:cut].encode())
-            places.append((row, number, place, row_byte))
-        row_byte += len(raw)
-    cuts = np.array([place + begin for _, _, place, begin in places], dtype=np.int64)
-    before = ends.searchsorted(cuts)  # the token that ends at or behind the cut
-    added, stops = np.flatnonzero(is_added), np.flatnonzero(is_stop)
-    anchors = np.concatenate([[-1], added])[added.searchsorted(before + 1)]
-    last = np.concatenate([stops, [len(ends)]])[stops.searchsorted(before + 1)]
-    found = zip(
-        places,
-        (ends[before] == cuts).tolist(),
-        before.tolist(),
-        anchors.tolist(),
-        ends[anchors].tolist(),
-        last.tolist(),
-        np.concatenate([ends, [0]])[last].tolist(),
-        strict=True,
-    )
-    for (row, number, place, begin), on_edge, at, anchor, anchor_byte, end, end_byte in found:
-        yield _Span(
-            row,
-            number,
-            place,
-            on_edge,
-            at + 1,
-            end if end < edges[row + 1] else None,
-            end_byte - begin,
-            anchor if anchor >= edges[row] else None,
-            anchor_byte - begin,
-        )
 
 
 def _compare(own: list[int], found: list[int], number: int, first: int) -> None:
