@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from prefect import flow, runtime
+from prefect import flow, get_run_logger, runtime
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
@@ -15,6 +15,7 @@ from tasks.alone import alone, mark_crashed
 from tasks.embedded import server_ends_with_us
 from tasks.evaluate import evaluate
 from tasks.fetch import fetch
+from tasks.logs import shown_in
 from tasks.merge import merge
 from tasks.pages import quietly, show_run
 from tasks.plan import plan
@@ -66,7 +67,7 @@ def finetune_to_serve(
             _rename(id, call, results[-1])
         return results[-1]
 
-    with server_ends_with_us():
+    with server_ends_with_us(), shown_in(get_run_logger()):
         try:
             found = retrain(
                 run,

@@ -106,6 +106,9 @@ def behave(context: Any) -> dict[str, Any]:
         case "data error":
             (context.out / "half").write_text("half")
             raise DataError("data.jsonl:1:1: found x", expected="y", hint="mend it")
+        case "show":
+            _show(context, stage)
+            return _SHOWN
         case "refuse":
             raise GateRefused("served loss 9.0", expected="below 1.0", hint="see the report")
         case "worse":
@@ -154,6 +157,32 @@ def behave(context: Any) -> dict[str, Any]:
         "model": "default",
         "release": "r1",
     }
+
+
+# One transparent point, as PNG (RFC 2083).
+_PIXEL = bytes.fromhex(
+    "89504e470d0a1a0a0000000d49484452000000010000000108060000001f15c489"
+    "0000000a49444154789c63000100000500010d0a2db40000000049454e44ae426082"
+)
+_SHOWN: dict[str, Any] = {
+    "rows": 3,
+    "reasons": {"ROLE": 2, "EMPTY": 1},
+    "hints": {"train": {}, "release": {}},
+    "stages": {"train": {"peak_bytes": 2**30, "available_bytes": 2**34, "fits": True}},
+    "path": "",
+    "merged_loss": 1.0,
+    "endpoint": "http://127.0.0.1:1/v1",
+    "model": "default",
+    "release": "r1",
+    "gates": [{"name": "loss", "passed": True, "found": "0.5", "wanted": "below 1.0"}],
+}
+
+
+def _show(context: Any, stage: str) -> None:
+    """Progress lines and a plot, as real stages have them."""
+    for step in (1, 2, 4):
+        sys.stderr.write(f"{stage}: {step}/4 steps, 1 s left\n")
+    (context.out / "loss.png").write_bytes(_PIXEL)
 
 
 def _promote(context: Any) -> dict[str, Any]:

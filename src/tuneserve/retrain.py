@@ -149,5 +149,5 @@ def _accounted(run: RunFile, execute: Execute, runs: Runs, record: RunRecord) ->
 def _tell(
     run: RunFile, record: RunRecord, link: str, details: dict[str, Any], *, event: str = ""
 ) -> None:
-    found = {key: details[key] for key in ("losses", "gates", "note") if details.get(key)}
+    found = {key: details[key] for key in ("losses", "gates", "rungs", "note") if details.get(key)}
     notify(run.notify, event or record.state, {**summary(record), **found, "link": link})

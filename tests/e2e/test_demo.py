@@ -159,9 +159,7 @@ def test_a_second_run_makes_nothing_again(demo: Demo) -> None:
     assert f"the endpoint is http://127.0.0.1:{demo.port}/v1" in output, output[-6000:]
     assert {p: p.stat().st_ino for p in demo.artifacts("*")} == before
     assert demo.tuneserve("status")["names"]["support"]["release"] == status["release"]
-    for stage in ("validate", "train", "merge", "evaluate", "quantize"):
-        assert f"'{stage}" in output or stage in output
-    assert output.count("re-used") >= 5
+    assert "nothing to do: nothing changed since run" in output, output[-6000:]
 
 
 def test_down_ends_everything(demo: Demo) -> None:

@@ -8,14 +8,18 @@ from typing import Any
 
 import pytest
 import yaml
+from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, FlowRunFilter
 from prefect.client.schemas.objects import State, TaskRun
 
 from flows.finetune_to_serve import finetune_to_serve
-from shim import executed, run_file
+from shim import executed, healthy_server, in_process, run_file
 from tasks import stage as stage_tasks
-from tuneserve.errors import DataError, GateRefused, HubError
+from tuneserve.calls import StageCall, StageResult
+from tuneserve.errors import DataError, DiskFull, GateRefused, HubError
+from tuneserve.retrain import retrain
+from tuneserve.runfile import load_run_file
 
 ORDER = ["fetch", "validate", "plan", "train", "merge", "evaluate", "quantize:gptq", "release"]
 
@@ -112,14 +116,75 @@ def test_when_all_are_refused_the_run_says_so(tmp_path: Path, pico_model: Path) 
     assert executed(tmp_path)[6:] == ["quantize:gptq", "release", "release"]
 
 
-def test_the_ui_has_a_page_for_every_stage(tmp_path: Path, pico_model: Path) -> None:
+def test_the_ui_shows_pages_tables_plots_progress_and_links(
+    tmp_path: Path, pico_model: Path
+) -> None:
+    shown = dict.fromkeys(("validate", "plan", "train", "release"), "show")
+    (tmp_path / "behave.json").write_text(json.dumps(shown))
     finetune_to_serve(written(tmp_path, pico_model, name="ui-pages"))
     with get_client(sync_client=True) as client:
+
+        def data(key: str) -> Any:
+            keys = ArtifactFilterKey(any_=[f"ui-pages-{key}"])
+            pages = client.read_artifacts(artifact_filter=ArtifactFilter(key=keys))
+            assert pages, key
+            return pages[0].data
+
         for stage in ("fetch", "validate", "train", "merge", "evaluate", "quantize", "release"):
-            pages = client.read_artifacts(
-                artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=[f"ui-pages-{stage}"]))
-            )
-            assert pages and f"# {stage}" in str(pages[0].data)
+            assert f"# {stage}" in str(data(stage))
+        rejections = json.loads(data("validate-rejections"))
+        assert rejections == [{"reason": "EMPTY", "rows": 1}, {"reason": "ROLE", "rows": 2}]
+        (gate,) = json.loads(data("release-gates"))
+        assert (gate["gate"], gate["found"], gate["wanted"]) == ("loss", "0.5", "below 1.0")
+        assert json.loads(data("plan-planned"))[0]["planned peak"] == "1.0 GiB"
+        rows = {row["stage"]: row for row in json.loads(data("planned-and-measured"))}
+        assert rows["train"]["planned peak"] == "1.0 GiB" and rows["train"]["measured peak"]
+        assert str(data("train-loss")).startswith("data:image/png;base64,iVBORw0KGgo")
+        assert float(data("train-progress")) == 100.0
+        assert "http://127.0.0.1:1/v1/models" in str(data("endpoint"))
+
+
+def test_nothing_to_do_is_a_green_run_that_says_why(
+    tmp_path: Path, pico_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = written(tmp_path, pico_model)
+    (tmp_path / "behave.json").write_text(json.dumps({"release": "promote"}))
+    first = finetune_to_serve(path)
+    with healthy_server(first["release"]):
+        state = flow_state(path)
+    assert state.is_completed() and state.name == "Nothing to do"
+    assert f"{first['release']} serves" in str(state.message)
+    assert "nothing to do: nothing changed since run" in caplog.text
+    assert state.result()["endpoint"] == first["endpoint"]
+    assert executed(tmp_path)[len(ORDER) :] == ["fetch"]
+
+
+def test_tasks_carry_small_values_and_prefect_caches_nothing(
+    tmp_path: Path, pico_model: Path
+) -> None:
+    from flows.finetune_to_serve import _TASKS
+
+    assert all(task.cache_policy == NO_CACHE for task in _TASKS.values())
+    assert not any(task.persist_result for task in _TASKS.values())
+    sizes: list[int] = []
+    run = load_run_file(Path(written(tmp_path, pico_model)))
+
+    def weighed(call: StageCall) -> StageResult:
+        result = in_process(call)
+        sizes.extend(len(json.dumps(part.to_json())) for part in (call, result))
+        return result
+
+    retrain(run, weighed)
+    assert len(sizes) == 2 * len(ORDER) and max(sizes) < 16_000
+
+
+def test_a_full_disk_is_named_and_not_tried_again(tmp_path: Path, pico_model: Path) -> None:
+    path = written(tmp_path, pico_model)
+    (tmp_path / "behave.json").write_text(json.dumps({"validate": "disk full"}))
+    with pytest.raises(DiskFull, match="the disk is full"):
+        finetune_to_serve(path)
+    assert executed(tmp_path) == ["fetch", "validate"]
+    assert [p for p in (tmp_path / "store").iterdir() if not p.name.startswith(".")] == []
 
 
 def test_every_task_belongs_to_a_stage() -> None:
