@@ -1,7 +1,15 @@
-"""Write run-file.md and errors.md from the code that they describe: `python docs/generate.py`."""
+"""Write what the code says of itself into docs/ and deploy/runs/: `python docs/generate.py`.
+
+The run file's fields, the error classes, the measured tables of the 7B page, and what the plan
+predicts in the headers of the shipped run files.
+"""
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
+import tempfile
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +20,9 @@ from pydantic.fields import FieldInfo
 
 from tuneserve.config import RunFile, Size
 from tuneserve.errors import TuneserveError, error_classes
+from tuneserve.plan.build import Plan, plan_for
+from tuneserve.plan.machine import Gpu, Machine
+from tuneserve.runfile import load_run_file
 from tuneserve.section import Section
 
 HERE = Path(__file__).parent
@@ -196,8 +207,109 @@ def _anchor(cls: type) -> str:
     return cls.__name__.lower()
 
 
-PAGES = {"run-file.md": reference, "errors.md": errors}
+# The smallest cards of each size, in GiB as their driver says: A10 and L4, RTX 5090, A100, H100.
+RUNS = HERE.parent / "deploy" / "runs"
+SMALLEST_GIB = {
+    "gpu-24gb.yaml": 22.4,
+    "gpu-32gb.yaml": 31.8,
+    "gpu-48gb.yaml": 39.4,
+    "gpu-80gb.yaml": 79.6,
+    "two-gpus.yaml": 22.4,
+}
+
+
+def run_file(name: str) -> str:
+    """A shipped run file whose header says what the plan says of the smallest card of its size."""
+    text = (RUNS / name).read_text(encoding="utf-8")
+    plan = _planned(RUNS / name, SMALLEST_GIB[name])
+    train, evaluate, serve = (
+        f"{plan.stages[stage].peak.needed_bytes / 2**30:.0f}"
+        for stage in ("train", "evaluate", "serve")
+    )
+    disk, download = plan.disk_bytes / 2**30, plan.download_bytes / 2**30
+    each = "each" if plan.step.gpus > 1 else "the"
+    line = (
+        f"# Predicted: train {train} GiB, evaluate {evaluate} GiB, serve {serve} GiB of {each} "
+        f"card; disk {disk:.0f} GiB, {download:.0f} of it download.\n"
+    )
+    return re.sub(r"# Predicted: [^\n]*\n", line, text)
+
+
+def _planned(path: Path, gib: float) -> Plan:
+    run = load_run_file(path)
+    shape = f"{run.model.base.rsplit('/', 1)[-1]}.json"
+    size = int(gib * 2**30)
+    card = Gpu(f"a {gib:.0f} GiB GPU", size, size)
+    machine = Machine(card, 64 * 2**30, 60 * 2**30, 200 * 2**30, "store", supposed=True)
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copyfile(HERE.parent / "tests" / "shapes" / shape, Path(folder) / "config.json")
+        return plan_for(run, base_dir=Path(folder), machine=machine)
+
+
+def walkthrough() -> str:
+    """The 7B page with its tables filled from what was measured and what the plan says."""
+    text = (HERE / "walkthrough-7b.md").read_text(encoding="utf-8")
+    for name, make in (("plan", _plan_table), ("train", _train_table), ("quantize", _quantize)):
+        before, _, rest = text.partition(f"<!-- {name} -->\n")
+        after = rest.partition("<!-- end -->")[2]
+        text = f"{before}<!-- {name} -->\n{make()}<!-- end -->{after}"
+    return text
+
+
+def _plan_table() -> str:
+    table = _planned(RUNS / "gpu-24gb.yaml", 24).to_json()["table"]
+    return f"```\n{table}\n```\n"
+
+
+def _train_table() -> str:
+    """Timed steps of the 7B shape, with the plan's figure for the same setting beside them."""
+    results = HERE.parent / "bench" / "results"
+    points = json.loads((results / "h200_plan_points.json").read_text(encoding="utf-8"))["points"]
+    rows = json.loads((results / "plan.json").read_text(encoding="utf-8"))["rows"]
+    predicted = {row["setting"]: row["predicted_gib"] for row in rows}
+    lines = [
+        "| base | adapter | recomputed | predicted | measured | a step | a million tokens |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for point in points:
+        if point["shape"] != "qwen2-7b" or "seconds_per_step" not in point:
+            continue
+        kept = {"true": "checkpointing", "false": "all kept", "offload": "checkpoints on the host"}
+        bits = "16 bits" if point["method"] == "lora" else "NF4"
+        targets = point["targets"].replace("_proj", "").replace(",", ", ")
+        adapter = f"r={point['rank']} on {targets}"
+        gib = point["peak_reserved_bytes"] / 2**30
+        guess = _predicted(predicted, point, kept[point["checkpointing"]])
+        lines.append(
+            f"| {bits} | {adapter} | {kept[point['checkpointing']]} | {guess} | {gib:.1f} GiB | "
+            f"{point['seconds_per_step']:.3f} s | {1e6 / point['tokens_per_second']:.0f} s |"
+        )
+    command = "`python tests/gpu/train_step.py`"
+    where = "[bench/results/h200_plan_points.json](../bench/results/h200_plan_points.json)"
+    note = f"Reserved by torch's allocator; {command}, {where}."
+    return "\n".join([*lines, "", note]) + "\n"
+
+
+def _predicted(known: dict[str, float], point: dict[str, Any], kept: str) -> str:
+    bits = "bf16" if point["method"] == "lora" else "nf4"
+    targets = point["targets"].replace("_proj", "").replace(",", " ")
+    size = f"{point['micro_batch']} x {point['length']}"
+    name = f"{point['shape']} {bits} r{point['rank']} {targets}, {size}, {kept}"
+    return f"{known[name]:.1f} GiB" if name in known else "-"
+
+
+def _quantize() -> str:
+    """What was recorded of exports at this size; a sentence where nothing was."""
+    path = HERE.parent / "bench" / "results" / "h200_quantize.json"
+    if not path.is_file():
+        return "Not measured at this size: see the plan's figure above.\n"
+    return json.loads(path.read_text(encoding="utf-8")).get("summary", "") + "\n"
+
+
+PAGES = {"run-file.md": reference, "errors.md": errors, "walkthrough-7b.md": walkthrough}
 
 if __name__ == "__main__":
     for name, make in PAGES.items():
         (HERE / name).write_text(make(), encoding="utf-8")
+    for name in SMALLEST_GIB:
+        (RUNS / name).write_text(run_file(name), encoding="utf-8")

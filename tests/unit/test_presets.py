@@ -88,7 +88,7 @@ def test_the_header_says_what_the_plan_says(name: str, tmp_path: Path) -> None:
     found = [plan.stages[stage].peak.needed_bytes / GIB for stage in ("train", "evaluate", "serve")]
     found += [plan.disk_bytes / GIB, plan.download_bytes / GIB]
     for words, value in zip(map(float, said.groups()), found, strict=True):
-        assert words == pytest.approx(value, rel=0.1, abs=1), (name, found)
+        assert words == pytest.approx(value, rel=0.1, abs=1), "run python docs/generate.py"
 
 
 @pytest.mark.parametrize("path", ALL, ids=lambda path: path.name)
