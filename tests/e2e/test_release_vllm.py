@@ -21,17 +21,22 @@ from typing import Any
 
 import httpx
 import openai
+import pyarrow.parquet as parquet
 import pytest
 
 from pico import conversations
 from tuneserve.config import GatesSection, ServeSection
+from tuneserve.data.stage import run
 from tuneserve.release import control, state
 from tuneserve.release.layout import layout
+from tuneserve.release.parity import tokenize
 from tuneserve.release.request import ReleaseRequest
 from tuneserve.release.stage import release
 from tuneserve.release.supervisor import Keeper, server_program
 from tuneserve.release.unixhttp import ask
 from tuneserve.release.wrapper import session_members
+from tuneserve.runfile import parse_run
+from tuneserve.stages import StageContext
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +49,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 model_path, chats_path, out = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 tokenizer = AutoTokenizer.from_pretrained(model_path)
 model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-rows, chats, nats, tokens = [], [], 0.0, 0
+rows, chats, nats, tokens, per_row = [], [], 0.0, 0, []
 for number, messages in enumerate(json.loads(Path(chats_path).read_text())):
     render = lambda m, **o: tokenizer.apply_chat_template(m, tokenize=True, return_dict=False, **o)
     ids, labels = render(messages), None
@@ -56,6 +61,7 @@ for number, messages in enumerate(json.loads(Path(chats_path).read_text())):
             while tokenizer.decode(ids[end - 1 : end]).isspace():
                 end -= 1
             labels[start:end] = ids[start:end]
+    before = (nats, tokens)
     with torch.no_grad():
         logprobs = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
     for position in range(1, len(ids)):
@@ -63,6 +69,7 @@ for number, messages in enumerate(json.loads(Path(chats_path).read_text())):
             nats -= logprobs[position - 1, labels[position]].item()
             tokens += 1
     source = f"chats.jsonl:{number + 1}"
+    per_row.append((source, nats - before[0], tokens - before[1]))
     rows.append({"input_ids": ids, "labels": labels, "source": source})
     chats.append({"source": source, "messages": messages, "tools": None})
 schema = pa.schema([("input_ids", pa.list_(pa.int32())), ("labels", pa.list_(pa.int32())),
@@ -70,7 +77,9 @@ schema = pa.schema([("input_ids", pa.list_(pa.int32())), ("labels", pa.list_(pa.
 parquet.write_table(pa.Table.from_pylist(rows, schema=schema), out / "eval.parquet")
 (out / "eval_messages.jsonl").write_text("".join(json.dumps(c) + "\\n" for c in chats))
 losses = {"rows": len(rows), "supervised_tokens": tokens, "base": 6.2, "adapter": None,
-          "merged": nats / tokens}
+          "merged": nats / tokens,
+          "per_row": {"source": [s for s, _, _ in per_row], "merged": [n for _, n, _ in per_row],
+                      "base": [6.2 * t for _, _, t in per_row]}}
 (out / "losses.json").write_text(json.dumps(losses))
 """
 
@@ -232,7 +241,9 @@ def test_proofs_hold_against_the_real_server(first: dict[str, Any]) -> None:
     losses = first["losses"]
     # the same ids, float32 in transformers against bfloat16 in vLLM
     assert losses["served"] == pytest.approx(losses["merged"], rel=0.03)
-    assert all(gate["passed"] for gate in first["gates"])
+    passed = {gate["name"] for gate in first["gates"] if gate["decision"] == "passed"}
+    assert {"better than base", "served keeps the tuning", "answers end", "no loops"} <= passed
+    assert len(passed) == len(first["gates"])
     assert first["memory_bytes"] > 2**29
 
 
@@ -271,6 +282,48 @@ def blanks(house: House, release_id: str) -> list[int]:
     body = {"model": "default", "prompt": "\n \t\r", "add_special_tokens": False}
     socket_path = layout().socket(release_id)
     return list(ask(socket_path, "POST", "/tokenize", body, timeout_seconds=30).json()["tokens"])
+
+
+def test_conversations_with_tools_have_the_servers_ids(
+    house: House, first: dict[str, Any], tmp_path: Path
+) -> None:
+    """What the data gate made of tools, calls, results and text parts, against the server's own."""
+    lamp = {"name": "lamp", "parameters": {"type": "object", "properties": {"on": {}}}}
+    call = {
+        "name": "lamp",
+        "arguments": '{"on": true, "id": "007", "in": {"room": "caf\u00e9"}}',
+    }
+    parts = [{"type": "text", "text": "Light,"}, {"type": "text", "text": "please."}]
+    turns: list[dict[str, Any]] = [
+        {"role": "system", "content": "You switch lamps."},
+        {"role": "user", "content": parts},
+        {"role": "assistant", "tool_calls": [{"type": "function", "function": call}]},
+        {"role": "tool", "content": '{"done": true}'},
+        {"role": "assistant", "content": "It is on."},
+    ]
+    rows = [{"messages": turns, "tools": [{"type": "function", "function": lamp}]}]
+    rows.append({"messages": turns[1:2] + turns[4:], "tools": rows[0]["tools"]})
+    rows.append({"messages": turns[1:2] + turns[4:]})
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    spec = {
+        "name": "tools",
+        "model": {"base": str(house.pico)},
+        "data": {"train": [str(data)], "eval_fraction": 0, "max_length": 512},
+    }
+    out, work = tmp_path / "out", tmp_path / "work"
+    out.mkdir()
+    work.mkdir()
+    run(StageContext(parse_run(spec), house.pico, {}, out, work))
+    ids = parquet.read_table(out / "train.parquet")["input_ids"].to_pylist()
+    sent = [json.loads(line) for line in (out / "train_messages.jsonl").read_text().splitlines()]
+    socket_path = layout().socket(first["release"])
+    for row, chat, original in zip(ids, sent, rows, strict=True):
+        tools = chat["tools"]
+        assert tokenize(socket_path, "default", chat["messages"], tools, generate=False) == row
+        # The user's own messages, as an application would send them.
+        turns = original["messages"]
+        assert tokenize(socket_path, "default", turns, original.get("tools"), generate=False) == row
 
 
 def test_a_client_cannot_bring_its_own_template(house: House, first: dict[str, Any]) -> None:

@@ -98,6 +98,10 @@ def judge_candidate(
         facts["first choice"] = f"{found.first_choice().mean():.1%} of the supervised tokens"
     report = judge(subject.gates, evidence, skipped=skipped)
     report.facts = {**facts, **report.facts}
+    if subject.evaluation is not None:  # one from elsewhere may hold means and no rows
+        for name, loss in _losses(subject.evaluation).items():
+            if name in report.losses and report.losses[name] is None:
+                report.losses[name] = loss
     if subject.gates.enabled:
         if not rows and subject.evaluation is not None:
             report.gates.append(_nothing_held_out(subject.gates))
