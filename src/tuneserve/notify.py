@@ -111,6 +111,9 @@ def text_of(event: str, facts: Mapping[str, Any]) -> str:
     ]
     if event in ("refused", "failed") and facts.get("error"):
         lines.append(str(facts["error"]))
+    for rung in facts.get("rungs") or ():
+        why = f": {rung['reason']}" if rung["reason"] else ""
+        lines.append(f"{rung['method']}: {rung['decision']}{why}")
     losses = {k: v for k, v in (facts.get("losses") or {}).items() if isinstance(v, float)}
     if losses:
         lines.append(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import time
 import uuid
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from tuneserve.calls import StageCall, StageResult, open_store
 from tuneserve.config import RunFile
 from tuneserve.devices import visible_gpus
-from tuneserve.errors import GateRefused, TuneserveError
+from tuneserve.errors import DeviceBusy, GateRefused, TuneserveError
 from tuneserve.notify import notify, run_command
 from tuneserve.pipeline import Execute, PipelineResult, finetune_to_serve
 from tuneserve.runlock import hold
@@ -62,12 +63,19 @@ def retrain(
         on_stale(stale)
 
     clear()
-    with hold(run, run_id, now()):
-        clear()  # the run that we waited for may have been killed
-        with within or nullcontext():
-            record = RunRecord(run_id, run.name, run.serve.name, gpus=len(visible_gpus()))
-            with runs.recording(record):
-                return _watched(run, execute, runs, record, force=force, link=link)
+    record = RunRecord(run_id, run.name, run.serve.name, gpus=len(visible_gpus()))
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(hold(run, run_id, now()))
+            clear()  # the run that we waited for may have been killed
+            held.enter_context(within or contextlib.nullcontext())
+        except DeviceBusy as error:
+            record.error = str(error)
+            _tell(run, record, link, {}, event="failed")
+            raise
+        record.started = now()
+        with runs.recording(record):
+            return _watched(run, execute, runs, record, force=force, link=link)
 
 
 def _watched(

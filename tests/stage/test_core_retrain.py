@@ -14,12 +14,20 @@ import pytest
 from shim import Webhook, executed, healthy_server, in_process, run_file
 from tuneserve.calls import StageCall, StageResult
 from tuneserve.config import RunFile
-from tuneserve.errors import BudgetSpent, DataError, GateRefused, ServiceError, StageTimeout
+from tuneserve.errors import (
+    BudgetSpent,
+    DataError,
+    DeviceBusy,
+    GateRefused,
+    ServiceError,
+    StageTimeout,
+)
 from tuneserve.pipeline import PipelineResult
 from tuneserve.process import run_stage
 from tuneserve.release import state
 from tuneserve.release.layout import layout
 from tuneserve.retrain import retrain
+from tuneserve.runlock import hold
 from tuneserve.runs import Runs
 
 ORDER = ["fetch", "validate", "plan", "train", "merge", "evaluate", "quantize:gptq", "release"]
@@ -138,6 +146,15 @@ def test_a_refused_model_is_told_once_and_not_judged_again(house: House) -> None
     # Another threshold is another judgement.
     house.tell(release="promote")
     assert house.run(gates={"eval_rows": 65}).outcome == "promoted"
+
+
+def test_a_run_that_found_no_place_is_told(house: House) -> None:
+    busy = house.run_file(overlap={"when_busy": "refuse"})
+    with hold(busy, "the-other", "2026-01-02T03:04:05"), pytest.raises(DeviceBusy):
+        retrain(busy, in_process)
+    (said,) = house.hook.heard
+    assert said["event"] == "failed" and "held by run the-other" in said["text"]
+    assert executed(house.folder) == [] and Runs().all() == []
 
 
 def test_a_failure_is_told_with_its_stage_and_leaves_nothing(house: House) -> None:
