@@ -143,6 +143,12 @@ def lineage_text(found: dict[str, Any], indent: int = 0) -> str:
             f"{release['release']}  ({state}, served as {release['served']}, made "
             f"{release['created']})"
         )
+        losses = (release["losses"] or {}).items()
+        known = ", ".join(f"{name} {loss:.4f}" for name, loss in losses if loss is not None)
+        lines += [f"  held-out loss: {known}"] if known else []
+        for gate in release["gates"] or ():
+            verdict = "passed" if gate["passed"] else "refused"
+            lines.append(f"  {gate['name']}: {verdict} ({gate['found']}; wanted {gate['wanted']})")
     price = f", cost {found['cost']:.2f}" if found["cost"] is not None else ""
     on_gpu = f", {human_seconds(found['gpu_seconds'])} of GPU" if found["gpu_seconds"] else ""
     lines.append(

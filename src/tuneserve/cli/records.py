@@ -73,7 +73,8 @@ def runs(
         )
         if record.error:
             lines.append(f"    {record.error.splitlines()[0]}")
-    show([summary(record) for record in records], "\n".join(lines) or "nothing ran yet", as_json)
+    data = {"runs": [summary(record) for record in records]}
+    show(data, "\n".join(lines) or "nothing ran yet", as_json)
 
 
 @app.command(epilog="Example: tuneserve gc --keep-days 30")
