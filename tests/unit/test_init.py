@@ -28,6 +28,7 @@ from tuneserve.init import init_run
 from tuneserve.init.bases import SUGGESTED
 from tuneserve.init.write import _scalar
 from tuneserve.plan.build import plan_for
+from tuneserve.plan.machine import Gpu, Machine
 from tuneserve.runfile import load_run_file
 
 ROOT = Path(__file__).parents[2]
@@ -171,6 +172,16 @@ def test_says_when_a_retrain_needs_the_server_to_stop(tmp_path: Path, no_hub: No
     large = init_run([str(data)], tmp_path / "b.yaml", gpu_memory_bytes=80 * GIB)
     assert any("tuneserve down" in note for note in small.choice.notes)
     assert not any("tuneserve down" in note for note in large.choice.notes)
+
+
+def test_several_cards_are_pointed_at(
+    tmp_path: Path, no_hub: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = Gpu("card", 80 * GIB, 80 * GIB)
+    machine = Machine(card, 64 * GIB, 60 * GIB, 900 * GIB, "store", gpus=2)
+    monkeypatch.setattr("tuneserve.init.make.look", lambda *_, **__: machine)
+    made = init_run([str(chats(tmp_path / "a.jsonl"))], tmp_path / "run.yaml")
+    assert any("train.gpus: 2" in note for note in made.choice.notes)
 
 
 def test_a_model_too_large_for_the_card_is_refused(tmp_path: Path, no_hub: None) -> None:

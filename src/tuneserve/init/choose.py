@@ -261,6 +261,11 @@ def _finished(choice: Choice, arch: Arch, look: DataLook | None) -> Choice:
         f"{_many(step.accumulation, 'pass')} a step"
     )
     why.update(_length_of_training(run, look))
+    if (cards := plan.machine.gpus or 1) > 1:
+        choice.notes.append(
+            f"this machine shows {cards} GPUs and the run uses one; train.gpus: {cards} shares "
+            "each step among all"
+        )
     if run.train.learning_rate > 2e-4:
         why["train.learning_rate"] = "small models learn at higher rates than large ones"
     if run.quantize.methods == ["none"]:
