@@ -75,12 +75,15 @@ def plan(
 def train(run_file: RunArgument, as_json: JsonOption = False) -> None:
     """Train the adapter: fetch, validate and plan first; a finished adapter is re-used."""
     from tuneserve.calls import StageCall
+    from tuneserve.runlock import hold
+    from tuneserve.runs import now
 
     run = load(run_file)
-    base, dataset = validated(run)
-    inputs = {"dataset": dataset.artifact or ""}
-    hints = execute(StageCall("plan", run, base, inputs)).metrics["hints"]["train"]
-    result = execute(StageCall("train", run, base, inputs, hints=hints))
+    with hold(run, "tuneserve train", now()):
+        base, dataset = validated(run)
+        inputs = {"dataset": dataset.artifact or ""}
+        hints = execute(StageCall("plan", run, base, inputs)).metrics["hints"]["train"]
+        result = execute(StageCall("train", run, base, inputs, hints=hints))
     show(result.to_json(), f"adapter: {result.path}", as_json)
 
 
