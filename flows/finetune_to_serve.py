@@ -8,7 +8,6 @@ from typing import Any
 
 from prefect import flow, get_run_logger, runtime
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
 from tasks.alone import alone, mark_crashed
@@ -44,7 +43,7 @@ def _run_name() -> str:
 @flow(name="finetune-to-serve", flow_run_name=_run_name)
 def finetune_to_serve(
     run_file: str | None = None, run: RunFile | None = None, force: bool = False
-) -> State[dict[str, Any]]:
+) -> Any:
     """Fine-tune, merge, quantize, prove and serve what the run file describes.
 
     Args:
