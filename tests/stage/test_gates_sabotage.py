@@ -339,13 +339,13 @@ def test_an_end_token_nobody_learned_is_refused(
 
 def test_answers_that_no_longer_parse_are_refused(house: House, honest: Tuned) -> None:
     def as_json(count: int, seed: int) -> list[list[dict[str, str]]]:
-        chats = [c[:2] for c in conversations(count, seed=seed) if "colour" in c[0]["content"]]
+        chats = [chat[:2] for chat in conversations(count, seed=seed)]
         for _, answer in chats:
-            answer["content"] = '{"is": "' + answer["content"].rstrip(".").split()[-1] + '"}'
+            answer["content"] = f'["{answer["content"]}"]'
         return chats
 
     dataset = write_dataset(house.new(), house.base, as_json(160, 5), as_json(24, 6))
-    tuned = house.tune(6, house.rows(dataset))
+    tuned = house.tune(6, house.rows(dataset), steps=120)
     champion, house.champion = house.champion, None
     try:
         fine = house.judge(tuned, export(house.load(tuned.merged)), dataset=dataset)
