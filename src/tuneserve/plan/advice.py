@@ -94,6 +94,9 @@ def _smaller_steps(step: Step) -> Iterator[tuple[str, str, Step, str]]:
     if not step.checkpointing:
         smaller = replace(step, checkpointing=True)
         yield "train.gradient_checkpointing", "true", smaller, "a third more time"
+    elif step.gpu and step.checkpointing is True:
+        smaller = replace(step, checkpointing="offload")
+        yield "train.gradient_checkpointing", "offload", smaller, "slower where the bus is slow"
     if step.gpu and step.optimizer != "paged_adamw_8bit":
         smaller = replace(step, optimizer="paged_adamw_8bit")
         yield "train.optimizer", "paged_adamw_8bit", smaller, "the same result"

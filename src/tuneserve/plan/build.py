@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from tuneserve.errors import RunFileError
 from tuneserve.places import store_root
 from tuneserve.plan.advice import Advice, train_advice
 from tuneserve.plan.arch import Arch, arch_from_config, with_headers
-from tuneserve.plan.checks import problems, target_linears, warnings
+from tuneserve.plan.checks import problems, warnings
 from tuneserve.plan.constants import DEFAULT, Constants
 from tuneserve.plan.later import (
     Serving,
@@ -26,14 +26,14 @@ from tuneserve.plan.later import (
     serving,
 )
 from tuneserve.plan.machine import Machine, look
-from tuneserve.plan.memory import Peak, Step, train_peak, with_micro_batch
+from tuneserve.plan.memory import Peak, Step, train_peak
 from tuneserve.plan.rows import DataShape, data_shape_from_metrics
 from tuneserve.plan.several import Ways, ways
+from tuneserve.plan.speed import step_seconds
+from tuneserve.plan.steps import choose_step
 
 log = logging.getLogger(__name__)
 
-# Without a GPU a longer batch is no faster, and its padding costs as much as its tokens.
-_CPU_BATCH_TOKENS = 2048
 # Longest chats planned for when serve.max_model_len is unset: what clients use, not what fits.
 _SERVE_TOKENS_GPU = 32768
 _SERVE_TOKENS_CPU = 4096
@@ -123,6 +123,8 @@ class Plan:
                 "micro_batch": self.step.micro_batch,
                 "gradient_accumulation": self.step.accumulation,
                 "longest_row_tokens": self.step.length,
+                "gradient_checkpointing": self.step.checkpointing,
+                "seconds_per_step": step_seconds(self.arch, self.step, self.machine.device),
                 "while_serving": self.trains_while_serving,
                 "gpus": self.step.gpus,
                 "several_gpus": self.several.to_json() if self.several else None,
@@ -137,6 +139,7 @@ class Plan:
             "hints": {
                 "train": {
                     "micro_batch": self.step.micro_batch,
+                    "gradient_checkpointing": self.step.checkpointing,
                     "planned_peak_bytes": self.stages["train"].peak.total_bytes,
                 },
                 "release": {
@@ -193,7 +196,7 @@ def plan_for(
             details={"problems": found},
         )
     room = _Room(machine, run)
-    step = _choose_step(run, arch, data, machine, room, constants)
+    step = choose_step(run, arch, data, machine, room.train, constants)
     peak = train_peak(arch, step, constants)
     served, both = _choose_serving(run, arch, data, room, constants)
     disk = disk_bytes(arch, run, step)
@@ -274,63 +277,6 @@ class _Room:
         self.train = int(share * total) - stays
         self.servers = total - used + ours
         self.serve = self.servers if run.serve.rollout == "hold" else total - used
-
-
-def _choose_step(
-    run: RunFile,
-    arch: Arch,
-    data: DataShape | None,
-    machine: Machine,
-    room: _Room,
-    constants: Constants,
-) -> Step:
-    """The largest micro-batch that divides the effective batch and fits; 1 when none does."""
-    train = run.train
-    on_gpu = machine.gpu is not None
-    element = 2 if on_gpu or machine.cpu_bf16 else 4
-    batch = min(train.effective_batch, data.rows) if data else train.effective_batch
-    batch = max(batch // train.gpus, 1)  # of each GPU
-    vocabulary = sum(
-        arch.vocab * arch.hidden
-        for name in train.lora.modules_to_save
-        if name.rsplit(".", 1)[-1] in ("embed_tokens", "lm_head", "wte")
-    )
-    step = Step(
-        micro_batch=1,
-        length=data.longest if data else run.data.max_length,
-        targets=target_linears(run, arch),
-        rank=train.lora.r,
-        quantized=train.method == "qlora",
-        accumulation=batch,
-        checkpointing=train.gradient_checkpointing,
-        optimizer=train.optimizer if on_gpu else "adamw_torch",  # the 8-bit ones are for GPUs
-        attention=train.attention,
-        dropout=train.lora.dropout > 0,
-        dora=train.lora.use_dora,
-        whole_weights=vocabulary,
-        element_bytes=element,
-        adapter_element_bytes=element,
-        gpu=on_gpu,
-        gpus=train.gpus,
-        zero=train.zero,
-    )
-    wanted = train.micro_batch
-    limit = batch if wanted == "auto" else min(wanted, batch)
-    if wanted == "auto" and not on_gpu:
-        limit = min(limit, max(1, _CPU_BATCH_TOKENS // step.length))
-    for size in range(limit, 0, -1):
-        if batch % size:
-            continue
-        larger = _padded(with_micro_batch(step, size, batch))
-        fits = train_peak(arch, larger, constants).needed_bytes <= room.train
-        if fits or wanted != "auto":
-            return larger
-    return step
-
-
-def _padded(step: Step) -> Step:
-    """Several rows are rarely of one length, so they come with a mask."""
-    return replace(step, padded=step.micro_batch > 1)
 
 
 def _choose_serving(

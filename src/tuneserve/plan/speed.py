@@ -1,0 +1,74 @@
+"""How long a training step takes, and how much of a card it uses, by counting multiplications.
+
+A frozen weight is multiplied twice for each token, forward and back, and once more where
+activations are recomputed; its own gradient is never computed. Of a card's peak rate a step gets
+about half: measured on one H200 (`bench/results/h200_plan_points.json`).
+"""
+
+from __future__ import annotations
+
+from tuneserve.plan.arch import Arch, lora_weights
+from tuneserve.plan.memory import Step
+
+# Dense bf16 rate of the matrix units, in 1e12 operations a second, by the vendor's datasheets
+# (those that list rates with sparsity alone: half of these). The first name that fits counts.
+_PEAK_TERAFLOPS = (
+    ("B200", 2250),
+    ("GH200", 990),
+    ("H200", 990),
+    ("H100 PCIe", 756),
+    ("H100", 990),
+    ("H800", 990),
+    ("A100", 312),
+    ("A800", 312),
+    ("L40S", 362),
+    ("L40", 181),
+    ("L4", 121),
+    ("A10G", 70),
+    ("A10", 125),
+    ("A6000", 155),
+    ("RTX 6000 Ada", 364),
+    ("RTX 4090", 165),
+    ("RTX 3090", 71),
+)
+_SHARE_OF_PEAK = 0.5
+# No pass is faster than its kernels are launched: measured with a slow CPU on a 1B model.
+_LAUNCH_SECONDS_PER_BLOCK = 0.006
+
+
+def peak_flops(device: str) -> float | None:
+    """A card's dense bf16 rate by its name; None for one that is not known."""
+    return next((rate * 1e12 for name, rate in _PEAK_TERAFLOPS if name in device), None)
+
+
+def model_flops(arch: Arch, step: Step) -> float:
+    """Operations that one optimizer step needs, nothing recomputed.
+
+    Two for each weight and token forward, two back; the adapter's own gradients two more; attention
+    under its causal mask half of the square of the length.
+    """
+    tokens = step.tokens * step.accumulation
+    frozen = arch.linear_weights + arch.vocab * arch.hidden
+    adapter = lora_weights(step.targets, step.rank)
+    attention = arch.layers * arch.query * step.length  # of scores and of their product, halved
+    return tokens * (4.0 * frozen + 6.0 * adapter + 2 * 3.0 * attention)
+
+
+def executed_flops(arch: Arch, step: Step) -> float:
+    """The same with what is recomputed: the blocks forward again, but for the down projections."""
+    total = model_flops(arch, step)
+    if step.checkpointing:
+        tokens = step.tokens * step.accumulation
+        down = arch.layers * arch.inner * arch.hidden if step.kernels == "fused" else 0
+        total += tokens * (2.0 * (arch.linear_weights - down) + 2.0 * arch.layers * arch.query)
+    return total
+
+
+def step_seconds(arch: Arch, step: Step, device: str) -> float | None:
+    """Seconds of one optimizer step, roughly; None on a device whose rate is not known."""
+    peak = peak_flops(device) if step.gpu else None
+    if peak is None:
+        return None
+    launches = _LAUNCH_SECONDS_PER_BLOCK * arch.layers * step.accumulation
+    launches *= 1.5 if step.checkpointing else 1
+    return round(max(executed_flops(arch, step) / (peak * _SHARE_OF_PEAK), launches), 4)

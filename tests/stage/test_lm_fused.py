@@ -1,0 +1,284 @@
+"""The fused path against PEFT's and transformers' own modules: losses and gradients.
+
+Tolerances: float32, 1e-5 of a gradient's norm. bfloat16: both are compared with the plain modules
+in float32, and the fused ones may be off by at most 1.1 times what the plain bfloat16 ones are.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from tuneserve.lm import fused
+from tuneserve.lm.load import quiet_libraries
+from tuneserve.plan import fusedstep
+
+quiet_libraries()
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+TARGETS = ["all-linear", ATTENTION, ["up_proj", "down_proj"], ["gate_proj"]]
+
+
+@pytest.fixture(autouse=True)
+def several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut the small MLPs here into three parts, the last of them narrower."""
+    monkeypatch.setattr(fused, "_PART_BYTES", 40_000)
+    monkeypatch.setattr(fused, "_PART_WIDTH", 64)
+
+
+def make(dtype: torch.dtype, targets: Any, *, nf4: bool, family: str = "qwen2", **lora: Any) -> Any:
+    """Two layers with an adapter whose B is not zero, the same numbers every time."""
+    import bitsandbytes
+    import peft
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=128, intermediate_size=320, num_hidden_layers=2, vocab_size=300)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, pad_token_id=0)
+    config = AutoConfig.for_model(family, **sizes, **heads)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).bfloat16().to(dtype)
+    for name, module in list(model.named_modules()) if nf4 else []:
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            new = bitsandbytes.nn.Linear4bit(
+                module.in_features,
+                module.out_features,
+                bias=module.bias is not None,
+                compute_dtype=dtype,
+                quant_type="nf4",
+                compress_statistics=True,
+            )
+            new.weight = bitsandbytes.nn.Params4bit(
+                module.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=True
+            )
+            new.bias = module.bias
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, new.to("cpu"))
+    model.requires_grad_(False)
+    settings = {"r": 8, "lora_alpha": 16, "target_modules": targets, "task_type": "CAUSAL_LM"}
+    model = peft.get_peft_model(model, peft.LoraConfig(**settings, **lora))
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and "magnitude" not in name:
+            parameter.data = (torch.randn(parameter.shape) * 0.05).bfloat16().to(dtype)
+    return model.train()
+
+
+IDS = torch.randint(1, 300, (3, 21), generator=torch.Generator().manual_seed(1))
+
+
+def step(model: Any, *, recompute: bool = False) -> tuple[float, dict[str, torch.Tensor]]:
+    if recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+        model.enable_input_require_grads()
+    out = model(input_ids=IDS, labels=IDS, use_cache=False)
+    out.loss.backward()
+    grads = {n: p.grad.double() for n, p in model.named_parameters() if p.requires_grad}
+    return float(out.loss.detach()), grads
+
+
+def worst(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[n] - theirs[n]).norm() / theirs[n].norm()) for n in theirs)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("nf4", [False, True])
+@pytest.mark.parametrize("targets", TARGETS, ids=str)
+def test_gradients_equal_the_plain_modules(targets: Any, nf4: bool, recompute: bool) -> None:
+    from tuneserve.lm.fuse import fuse
+
+    loss, theirs = step(make(torch.float32, targets, nf4=nf4))
+    model = make(torch.float32, targets, nf4=nf4)
+    found = fuse(model)
+    assert found.mlps == 2 and found.whole
+    ours_loss, ours = step(model, recompute=recompute)
+    assert ours_loss == pytest.approx(loss, abs=1e-5)
+    assert worst(ours, theirs) < 1e-5
+
+
+def test_loss_curves_are_the_same() -> None:
+    """Eight steps of AdamW at a high rate, NF4, recomputed: every loss within 1e-4 of the plain."""
+    from tuneserve.lm import fused_head
+    from tuneserve.lm.fuse import fuse
+
+    curves = []
+    for fast in (False, True):
+        model = make(torch.float32, "all-linear", nf4=True)
+        if fast:
+            fused_head.add_fused_head(model.get_base_model())
+            assert fused_head.add_head_loss(model.get_base_model())
+            fuse(model)
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.enable_input_require_grads()
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        losses = []
+        for _ in range(8):
+            if fast:
+                loss = model(input_ids=IDS, labels=IDS, loss_only=True).loss / IDS[:, 1:].numel()
+            else:
+                loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        curves.append(losses)
+    assert curves[0][-1] < 0.8 * curves[0][0]
+    assert curves[1] == pytest.approx(curves[0], abs=1e-4)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_bfloat16_is_no_less_exact_than_the_plain_modules(recompute: bool) -> None:
+    from tuneserve.lm.fuse import fuse
+
+    _, exact = step(make(torch.float32, "all-linear", nf4=True))
+    _, plain = step(make(torch.bfloat16, "all-linear", nf4=True))
+    model = make(torch.bfloat16, "all-linear", nf4=True)
+    fuse(model)
+    _, ours = step(model, recompute=recompute)
+    assert worst(ours, exact) < 1.1 * worst(plain, exact)
+
+
+def test_what_is_kept_per_mlp() -> None:
+    """All kept: gate and up, 2 x 320 numbers a token and the input; recomputed: the input alone."""
+    from tuneserve.lm.fuse import fuse
+
+    sizes: list[int] = []
+    model = make(torch.float32, ["gate_proj"], nf4=False)
+    fuse(model)
+    x = torch.randn(1, 50, 128, requires_grad=True)
+    mlp, block = model.base_model.model.model.layers[0].mlp, model.base_model.model.model.layers[0]
+    for recompute in (False, True):
+        block.gradient_checkpointing = recompute
+        kept: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, kept=kept: (kept.append(t.numel()), t)[1], lambda t: t
+        ):
+            mlp(x)
+        sizes.append(sum(kept))
+    assert sizes == [50 * (128 + 2 * 320), 50 * 128]
+
+
+@pytest.mark.parametrize(
+    ("lora", "why"), [({"use_dora": True}, "DoRA"), ({"lora_dropout": 0.1}, "dropout")]
+)
+def test_what_it_cannot_do_is_left_as_it_was(lora: dict[str, Any], why: str) -> None:
+    from tuneserve.lm.fuse import fuse
+
+    model = make(torch.float32, ATTENTION, nf4=False, **lora)
+    before = copy.deepcopy(model)
+    found = fuse(model)
+    assert found.linears == 0 and not found.whole
+    assert any(why in reason for reason in found.left)
+    torch.manual_seed(5)
+    loss, theirs = step(before)
+    torch.manual_seed(5)
+    ours_loss, ours = step(model)
+    assert ours_loss == pytest.approx(loss, abs=1e-5) and worst(ours, theirs) < 1e-5
+
+
+def test_another_formula_is_seen() -> None:
+    """Gemma's gate is no SiLU: its MLPs stay, its adapters are fused."""
+    from tuneserve.lm.fuse import fuse
+
+    model = make(torch.float32, ATTENTION, nf4=False, family="gemma2")
+    _, theirs = step(copy.deepcopy(model))
+    found = fuse(model)
+    assert (found.linears, found.mlps) == (8, 0)
+    assert "another formula" in next(iter(found.left))
+    assert worst(step(model, recompute=True)[1], theirs) < 1e-5
+
+
+def test_adapters_can_still_be_switched_off() -> None:
+    from tuneserve.lm.fuse import fuse
+
+    model = make(torch.float32, "all-linear", nf4=False).eval()
+    plain = copy.deepcopy(model)
+    fuse(model)
+    with torch.no_grad(), model.disable_adapter(), plain.disable_adapter():
+        ours, theirs = model(input_ids=IDS).logits, plain(input_ids=IDS).logits
+    assert torch.equal(ours, theirs)
+
+
+def test_head_loss_equals_cross_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through parts of 64 rows; the gradient scales with what comes in."""
+    monkeypatch.setattr(fused, "_LOGITS_BYTES", 1)
+    torch.manual_seed(0)
+    hidden = torch.randn(150, 32, requires_grad=True)
+    weight, labels = torch.randn(97, 32), torch.randint(0, 97, (150,))
+    theirs = torch.nn.functional.cross_entropy(hidden @ weight.t(), labels, reduction="sum") * 0.5
+    (expected,) = torch.autograd.grad(theirs, hidden)
+    ours = fused.HeadLoss.apply(hidden, weight, labels) * 0.5
+    (found,) = torch.autograd.grad(ours, hidden)
+    assert float(ours.detach()) == pytest.approx(float(theirs.detach()), rel=1e-5)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_no_supervised_row_is_a_zero_that_goes_back() -> None:
+    hidden = torch.randn(4, 8, requires_grad=True)
+    none = torch.zeros(4, dtype=torch.bool)
+    loss = fused.HeadLoss.apply(hidden[none], torch.randn(9, 8), torch.zeros(0, dtype=torch.long))
+    loss.backward()
+    assert float(loss.detach()) == 0 and not bool(hidden.grad.count_nonzero())
+
+
+def test_the_plan_counts_with_the_same_sizes() -> None:
+    """Of the module as it is, without this file's smaller parts."""
+    from importlib import reload
+
+    whole = reload(fused)
+    assert whole._PART_BYTES == fusedstep.PART_BYTES
+    assert whole._PART_WIDTH == fusedstep.PART_WIDTH
+    assert whole._PART_MULTIPLE == fusedstep.PART_MULTIPLE
+    assert whole._LOGITS_BYTES == fusedstep.LOGITS_BYTES
+    for tokens, inner in ((4096, 18944), (8192, 14336), (60, 300)):
+        assert whole._parts(tokens, inner, 2)[0][1] == fusedstep.part_width(tokens, inner, 2)
+
+
+KERNELS = """
+import json, torch
+from tuneserve.lm import elementwise, kernels
+torch.manual_seed(0)
+both, d = torch.randn(5, 3000), torch.randn(5, 1500)
+halves = (both[:, :1500], both[:, 1500:])
+ours, theirs = (m.silu_mul(*halves, torch.empty_like(d)) for m in (kernels, elementwise))
+errors = {"silu": ours - theirs}
+results = []
+for module in (kernels, elementwise):
+    into, gradient = torch.empty_like(both), d.clone()
+    module.silu_mul_backward(gradient, *halves, (into[:, :1500], into[:, 1500:]), keep_product=True)
+    results += [into, gradient]
+errors |= {"back": results[0] - results[2], "product": results[1] - results[3]}
+x, angles = torch.randn(2, 7, 3, 8).transpose(1, 2), torch.rand(2, 7, 4).repeat(1, 1, 2)
+cos, sin = angles.cos(), angles.sin()
+turned = torch.cat((-x[..., 4:], x[..., :4]), -1)
+out = kernels.rotate(x, cos, sin, 1.0)
+errors |= {"rotary": out - (x * cos[:, None] + turned * sin[:, None]),
+           "rotary back": kernels.rotate(out, cos, sin, -1.0) - x}
+z, labels = torch.randn(6, 9000), torch.randint(0, 9000, (6,))
+one, other = z.clone(), z.clone()
+ours, theirs = kernels.cross_entropy(one, labels, 0.3), elementwise.cross_entropy(other, labels, 0.3)
+errors["loss"] = ours - theirs
+errors["loss back"] = one - other
+print("ERRORS" + json.dumps({k: float(v.abs().max()) for k, v in errors.items()}))
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+def test_triton_kernels_in_the_interpreter() -> None:
+    """Every kernel of the GPU, run by Triton's interpreter against the formula in torch."""
+    done = subprocess.run(
+        [sys.executable, "-c", KERNELS],
+        env={"TRITON_INTERPRET": "1", "PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    errors = json.loads(done.stdout.rpartition("ERRORS")[2])
+    assert len(errors) == 7 and all(error < 5e-6 for error in errors.values()), errors
