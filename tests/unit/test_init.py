@@ -101,7 +101,7 @@ def test_counts_with_the_tokenizer_and_fits_this_machine(tmp_path: Path, local: 
     run = load_run_file(out)
     assert run == made.choice.run
     assert run.name == "lamp-chats" and run.data.train == [str(data)]
-    assert run.data.max_length == 256 and run.data.eval_fraction == 0.2
+    assert run.data.max_length == 256 and run.data.eval_fraction == 0.3
     assert run.model.base == str(local)
     assert plan_for(run, base_dir=local).fits
     written = out.read_text()
@@ -222,6 +222,7 @@ def test_broken_rows_are_named(tmp_path: Path, local: Path) -> None:
 def test_too_little_data_is_said(tmp_path: Path, local: Path) -> None:
     made = init_run([str(chats(tmp_path / "a.jsonl", 3))], tmp_path / "run.yaml", base=str(local))
     assert any("min_calibration_tokens" in note for note in made.choice.notes)
+    assert any("the gates need 8" in note for note in made.choice.notes)
 
 
 def test_preference_pairs_are_refused(tmp_path: Path, local: Path) -> None:

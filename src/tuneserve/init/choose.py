@@ -32,7 +32,7 @@ _WAYS: tuple[tuple[Literal["lora", "qlora"], bool], ...] = (
 _BUSY_TOKENS = 2048
 _LENGTH_STEP, _SHORTEST = 128, 256
 _ASSUMED_LENGTH = 1024
-_HELD_OUT_WANTED, _HELD_OUT_SHARE = 48, (0.02, 0.2)
+_HELD_OUT_WANTED, _HELD_OUT_SHARE = 48, (0.02, 0.3)
 _CPU_STEPS = 60
 _SMALL_MODEL = 1_000_000_000
 _GROUPS = (128, 64, 32, -1)
@@ -261,6 +261,8 @@ def _finished(choice: Choice, arch: Arch, look: DataLook | None) -> Choice:
         f"{_many(step.accumulation, 'pass')} a step"
     )
     why.update(_length_of_training(run, look))
+    if look is not None:
+        choice.notes += _too_few_held_out(run, round(look.rows * run.data.eval_fraction))
     if (cards := plan.machine.gpus or 1) > 1:
         choice.notes.append(
             f"this machine shows {cards} GPUs and the run uses one; train.gpus: {cards} shares "
@@ -285,6 +287,17 @@ def _finished(choice: Choice, arch: Arch, look: DataLook | None) -> Choice:
     if run.serve.tool_parser:
         why["serve.tool_parser"] = "the data has tool calls; this reads them back"
     return choice
+
+
+def _too_few_held_out(run: RunFile, held: int) -> list[str]:
+    """Said with a margin: a hash decides who is held out, so the number varies."""
+    least = run.gates.min_conversations
+    if not run.gates.enabled or run.gates.allow_undecided or held >= 1.25 * least:
+        return []
+    return [
+        f"about {held} conversations will be held out, and the gates need {least} to decide "
+        "anything: add data, name a held-out file in data.eval, or set gates.allow_undecided"
+    ]
 
 
 def _many(count: int, what: str) -> str:
