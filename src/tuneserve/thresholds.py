@@ -110,11 +110,16 @@ class GatesSection(Section):
         description="Largest divergence of the served from the merged model, as a multiple of "
         "what plain 4-bit rounding to nearest costs.",
     )
-    kl_floor: float = Field(
+    merge_kl_floor: float = Field(
         0.02,
         ge=0,
-        description="Divergence in nats per token that is allowed on top: what two right engines "
-        "differ by.",
+        description="Divergence in nats per token that merging may add to that.",
+    )
+    kl_floor: float = Field(
+        0.05,
+        ge=0,
+        description="Divergence in nats per token that serving may add to max_kl_over_rtn: what "
+        "two right engines differ by, one of them computing in 16 bits.",
     )
     max_flips_over_rtn: float = Field(
         0.05,

@@ -319,7 +319,13 @@ def _share(
 def _merge_close(config: GatesSection, draws: Resampled, report: GateReport) -> Gate | str:
     if "kl_merge" not in draws.sums or "kl_rtn" not in draws.sums:
         return "merged close to adapter: there are no references of the adapter"
-    return _divergence(config, draws, "merged close to adapter", "merge", "max_merge_kl_over_rtn")
+    return _divergence(
+        config,
+        draws,
+        "merged close to adapter",
+        "merge",
+        ("max_merge_kl_over_rtn", "merge_kl_floor"),
+    )
 
 
 def _close(config: GatesSection, draws: Resampled, report: GateReport) -> Gate | str:
@@ -329,13 +335,13 @@ def _close(config: GatesSection, draws: Resampled, report: GateReport) -> Gate |
     report.facts["divergence from merged"] = (
         f"at least {served:.4f} nats a token served, {rtn:.4f} by plain rounding"
     )
-    return _divergence(config, draws, "close to merged", "served", "max_kl_over_rtn")
+    return _divergence(config, draws, "close to merged", "served", ("max_kl_over_rtn", "kl_floor"))
 
 
 def _divergence(
-    config: GatesSection, draws: Resampled, name: str, whose: str, setting: str
+    config: GatesSection, draws: Resampled, name: str, whose: str, settings: tuple[str, str]
 ) -> Gate:
-    factor, floor = float(getattr(config, setting)), config.kl_floor
+    factor, floor = (float(getattr(config, setting)) for setting in settings)
     ours = draws.interval(lambda s: s[f"kl_{whose}"] / s["tokens"])
     rtn = draws.interval(lambda s: s["kl_rtn"] / s["tokens"])
     over = draws.interval(lambda s: (s[f"kl_{whose}"] - factor * s["kl_rtn"]) / s["tokens"])
@@ -347,7 +353,7 @@ def _divergence(
         floor,
         found=f"KL {ours} nats a token; plain rounding to 4 bits {rtn.mean:.4f}",
         wanted=f"at most {factor:g} times plain rounding, and {floor:g} more",
-        setting=f"gates.{setting}",
+        setting=f"gates.{settings[0]}",
         most=needed.high if rtn.low > 0 else math.inf,
     )
 
