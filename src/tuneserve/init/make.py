@@ -194,11 +194,13 @@ def _found_lines(choice: Choice, found: DataLook | None) -> Iterator[str]:
     if found is not None:
         formats = ", ".join(sorted(set(found.sources.formats)))
         count = f"{found.distinct:,}" if found.share == 1 else f"about {found.rows:,}"
-        of = f" of {found.rows_read:,} rows" if found.distinct != found.rows_read else ""
+        of = ""
+        if found.share == 1 and found.distinct != found.rows_read:
+            of = f" of {found.rows_read:,} rows"
         lengths = sorted(found.lengths)
         guess = "" if found.counted else "about "
         yield (
-            f"Data: {count} different conversations{of if found.share == 1 else ''} ({formats}), {guess}{lengths[0]} to "
+            f"Data: {count} different conversations{of} ({formats}), {guess}{lengths[0]} to "
             f"{lengths[-1]} tokens, half of them up to {lengths[len(lengths) // 2]}"
             + (", with tools" if found.tool_calls else "")
         )
