@@ -96,3 +96,25 @@ def test_wrong_usage_is_exit_2(arguments: list[str], tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("called", "on_path", "shown"),
+    [
+        ("bin/tuneserve", True, "tuneserve"),
+        ("bin/tuneserve", False, "bin/tuneserve"),
+        ("src/tuneserve/__main__.py", False, "python -m tuneserve"),
+    ],
+)
+def test_the_next_command_is_said_as_this_one_was_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, called: str, on_path: bool, shown: str
+) -> None:
+    from tuneserve.cli import app as shared
+
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "tuneserve").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [called])
+    found = str(tmp_path / "bin" / "tuneserve") if on_path else None
+    monkeypatch.setattr("shutil.which", lambda _: found)
+    assert shared.what_next("tuneserve plan run.yaml") == f"next:\n  {shown} plan run.yaml"
