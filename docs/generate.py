@@ -249,7 +249,7 @@ def _planned(path: Path, gib: float) -> Plan:
 def walkthrough() -> str:
     """The 7B page with its tables filled from what was measured and what the plan says."""
     text = (HERE / "walkthrough-7b.md").read_text(encoding="utf-8")
-    for name, make in (("plan", _plan_table), ("train", _train_table), ("quantize", _quantize)):
+    for name, make in _BLOCKS.items():
         before, _, rest = text.partition(f"<!-- {name} -->\n")
         after = rest.partition("<!-- end -->")[2]
         text = f"{before}<!-- {name} -->\n{make()}<!-- end -->{after}"
@@ -298,6 +298,19 @@ def _predicted(known: dict[str, float], point: dict[str, Any], kept: str) -> str
     return f"{known[name]:.1f} GiB" if name in known else "-"
 
 
+def _merge() -> str:
+    """The merge of a 7B shape beside the copy of its files."""
+    path = HERE.parent / "bench" / "results" / "merge_h200_host.json"
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return (
+        f"Measured on the H200's host, cold cache: {found['checkpoint_bytes'] / 1e9:.1f} GB merged "
+        f"in {found['merge_seconds']:.0f} s, where `cp -r && sync` of the same files took "
+        f"{found['copy_seconds']:.0f} s; {found['peak_rss_bytes'] / 2**20:.0f} MiB of memory at "
+        f"most (`{found['command']}`,\n"
+        "[bench/results/merge_h200_host.json](../bench/results/merge_h200_host.json)).\n"
+    )
+
+
 def _quantize() -> str:
     """What was recorded of exports at this size; a sentence where nothing was."""
     path = HERE.parent / "bench" / "results" / "h200_quantize.json"
@@ -306,6 +319,12 @@ def _quantize() -> str:
     return json.loads(path.read_text(encoding="utf-8")).get("summary", "") + "\n"
 
 
+_BLOCKS = {
+    "plan": _plan_table,
+    "train": _train_table,
+    "merge": _merge,
+    "quantize": _quantize,
+}
 PAGES = {"run-file.md": reference, "errors.md": errors, "walkthrough-7b.md": walkthrough}
 
 if __name__ == "__main__":

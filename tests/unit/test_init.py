@@ -157,7 +157,8 @@ def test_the_card_decides(
     made = init_run([str(data)], tmp_path / "run.yaml", gpu_memory_bytes=gib * GIB)
     run = load_run_file(made.run_file)
     assert run.model.base == base
-    assert (run.train.method, run.train.gradient_checkpointing) == (method, checkpointing)
+    assert (run.train.method, run.train.gradient_checkpointing) == (method, "auto")
+    assert made.choice.plan.step.checkpointing == checkpointing
     shape = tmp_path / "config.json"
     shape.write_text(json.dumps(next(s.config for s in SUGGESTED if s.name == base)))
     plan = plan_for(run, base_dir=tmp_path, gpu_memory_bytes=gib * GIB)
@@ -177,11 +178,12 @@ def test_says_when_a_retrain_needs_the_server_to_stop(tmp_path: Path, no_hub: No
 def test_several_cards_are_pointed_at(
     tmp_path: Path, no_hub: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    card = Gpu("card", 80 * GIB, 80 * GIB)
+    card = Gpu("NVIDIA H200", 140 * GIB, 140 * GIB)
     machine = Machine(card, 64 * GIB, 60 * GIB, 900 * GIB, "store", gpus=2)
     monkeypatch.setattr("tuneserve.init.make.look", lambda *_, **__: machine)
     made = init_run([str(chats(tmp_path / "a.jsonl"))], tmp_path / "run.yaml")
     assert any("train.gpus: 2" in note for note in made.choice.notes)
+    assert "predicted to take" in made.run_file.read_text()  # the card's rate is known
 
 
 def test_a_model_too_large_for_the_card_is_refused(tmp_path: Path, no_hub: None) -> None:

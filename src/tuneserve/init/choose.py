@@ -16,17 +16,14 @@ from tuneserve.plan.arch import Arch
 from tuneserve.plan.build import Plan, plan_for
 from tuneserve.plan.checks import QUANTIZABLE
 from tuneserve.plan.machine import GpuProcess, Machine
+from tuneserve.plan.speed import step_seconds
+from tuneserve.progress import human_seconds
 from tuneserve.runfile import parse_run
 
-# Fastest first: 59 s a million tokens of a 7B model in 16 bits without checkpointing, 77 s in NF4
-# with it, on one H200 (bench/results/h200_plan_points.json). Between them, 16 bits with
-# checkpointing takes as long as NF4 and loses nothing to it; NF4 without checkpointing was no
-# faster than with.
-_WAYS: tuple[tuple[Literal["lora", "qlora"], bool], ...] = (
-    ("lora", False),
-    ("lora", True),
-    ("qlora", True),
-)
+# In 16 bits first: on one H200 59 s a million tokens of a 7B model with all activations kept, 77 s
+# in NF4 (bench/results/h200_plan_points.json). With activations recomputed both take as long, and
+# 16 bits lose nothing to rounding.
+_METHODS: tuple[Literal["lora", "qlora"], ...] = ("lora", "qlora")
 # Below so many tokens a pass a card is not busy, and checkpointing that makes room for more is
 # worth its time.
 _BUSY_TOKENS = 2048
@@ -127,7 +124,7 @@ def _draft(
     train: dict[str, Any] = {
         "method": "qlora",
         "lora": {"r": 16, "alpha": 32},
-        "gradient_checkpointing": True,
+        "gradient_checkpointing": "auto",
         "effective_batch": batch,
         "micro_batch": "auto",
         "learning_rate": 2e-4 if arch.weights > _SMALL_MODEL else 1e-3,
@@ -181,16 +178,12 @@ def _lengths(arch: Arch, look: DataLook | None) -> Iterator[int]:
 
 def _variants(draft: dict[str, Any], length: int, *, gpu: bool) -> Iterator[dict[str, Any]]:
     for chats in (8, 4, 2) if gpu else (4, 2):
-        for method, checkpointing in _WAYS:
+        for method in _METHODS:
             for rollout in ("blue_green", "hold"):
                 yield {
                     **draft,
                     "data": {**draft["data"], "max_length": length},
-                    "train": {
-                        **draft["train"],
-                        "method": method,
-                        "gradient_checkpointing": checkpointing,
-                    },
+                    "train": {**draft["train"], "method": method},
                     "serve": {
                         **draft["serve"],
                         "max_concurrent_chats": chats,
@@ -225,9 +218,10 @@ def _busy(choice: Choice, machine: Machine) -> bool:
     switches = choice.plan.blue_green_fits == (run.serve.rollout == "blue_green")
     if machine.gpu is None:
         return switches
-    last = run.train.method == "qlora" and run.train.gradient_checkpointing
-    enough = step.tokens >= _BUSY_TOKENS or step.accumulation == 1 or last
-    return enough and switches
+    if run.train.method == "qlora":
+        return switches
+    enough = step.tokens >= _BUSY_TOKENS or step.accumulation == 1
+    return enough and switches and step.checkpointing != "offload"
 
 
 def _finished(choice: Choice, arch: Arch, look: DataLook | None) -> Choice:
@@ -253,14 +247,20 @@ def _finished(choice: Choice, arch: Arch, look: DataLook | None) -> Choice:
         if run.train.method == "lora"
         else "the base in 4 bits (NF4), the adapter in 16"
     )
-    why["train.gradient_checkpointing"] = (
-        "less memory, a third more time" if run.train.gradient_checkpointing else "it fits without"
-    )
+    why["train.gradient_checkpointing"] = {
+        False: "the plan keeps all activations: there is room",
+        True: "the plan recomputes activations: less memory, more time",
+        "offload": "the plan recomputes activations and keeps their inputs in host memory",
+    }[step.checkpointing]
     why["train.micro_batch"] = (
         f"the plan takes {_many(step.micro_batch, 'row')} a pass, "
         f"{_many(step.accumulation, 'pass')} a step"
     )
     why.update(_length_of_training(run, look))
+    if look and (seconds := step_seconds(arch, step, plan.machine.device)):
+        steps = math.ceil(look.rows * (1 - run.data.eval_fraction) / step.micro_batch)
+        total = seconds * steps / step.accumulation * run.train.epochs
+        why["train.epochs"] += f", predicted to take {human_seconds(total)}"
     if look is not None:
         choice.notes += _too_few_held_out(run, round(look.rows * run.data.eval_fraction))
     if (cards := plan.machine.gpus or 1) > 1:
