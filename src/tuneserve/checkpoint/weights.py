@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO
 
 from tuneserve.artifacts import file_sha256
 from tuneserve.errors import HubError
@@ -126,7 +126,7 @@ def _fetch(blob: _Blob, token: str | None, counter: _Counter) -> None:
 
 
 @contextmanager
-def _own(path: Path) -> Iterator[IO[bytes]]:
+def _own(path: Path) -> Iterator[BinaryIO]:
     """The file, opened to go on writing, and ours alone as long as we live."""
     while True:
         with path.open("ab") as stream:
