@@ -9,7 +9,7 @@ warm one.
     python bench/bench_merge.py                   8.2 GB as one file and with one 5 GB shard, cold
                                                   and warm, in a cgroup of 1 GiB, and PEFT's merge
                                                   where memory allows
-    python bench/bench_merge.py --layers 32       a 15 GB model (7B-shaped) instead
+    python bench/bench_merge.py --layers 32       a 16 GB model (7B-shaped) instead; also --quick
 """
 
 from __future__ import annotations
@@ -204,10 +204,10 @@ def measure(base: Path, adapter: Path, out: Path, pairs: int, warm: bool) -> dic
     }
 
 
-def quick(place: Path) -> dict[str, Any]:
-    """4.5 GB, two cold pairs: loading torch and PEFT costs seconds that small files do not hide."""
-    total = make_model(place / "base", 9, 32_000, 10**13)
-    make_adapter(place / "adapter", 9)
+def quick(place: Path, layers: int) -> dict[str, Any]:
+    """Two cold pairs of one file: loading torch and PEFT costs seconds that small files show."""
+    total = make_model(place / "base", layers, 32_000, 10**13)
+    make_adapter(place / "adapter", layers)
     figures = measure(place / "base", place / "adapter", place / "out", 2, warm=False)
     return {**figures, "checkpoint_bytes": total}
 
@@ -286,13 +286,16 @@ def main() -> None:
     """Measure and print one JSON object as the last line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="under two minutes, writes nothing")
-    parser.add_argument("--layers", type=int, default=14, help="14: 8.2 GB; 32: 16 GB")
+    parser.add_argument("--layers", type=int, help="14 (default): 8.2 GB; 32: 16 GB; quick: 9")
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--place", type=Path, help="folder on the disk to measure")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-merge-", dir=options.place) as folder:
         place = Path(folder)
-        result = quick(place) if options.quick else full(place, options.layers, options.pairs)
+        if options.quick:
+            result = quick(place, options.layers or 9)
+        else:
+            result = full(place, options.layers or 14, options.pairs)
     result["machine"] = {
         "cores": os.cpu_count(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),

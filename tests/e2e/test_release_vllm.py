@@ -297,8 +297,8 @@ def test_conversations_with_tools_have_the_servers_ids(
     turns: list[dict[str, Any]] = [
         {"role": "system", "content": "You switch lamps."},
         {"role": "user", "content": parts},
-        {"role": "assistant", "tool_calls": [{"type": "function", "function": call}]},
-        {"role": "tool", "content": '{"done": true}'},
+        {"role": "assistant", "tool_calls": [{"id": "a1", "type": "function", "function": call}]},
+        {"role": "tool", "tool_call_id": "a1", "content": '{"done": true}'},
         {"role": "assistant", "content": "It is on."},
     ]
     rows = [{"messages": turns, "tools": [{"type": "function", "function": lamp}]}]

@@ -14,8 +14,8 @@ import os
 _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
 
 # The disk is handed this much at a time, and may lag behind the writer by `_LAG_BYTES`.
-_WINDOW_BYTES = 8 * 2**20
-_LAG_BYTES = 64 * 2**20
+_WINDOW_BYTES = 32 * 2**20
+_LAG_BYTES = 256 * 2**20
 
 
 class Writeback:

@@ -7,10 +7,12 @@ is written, the answer goes to stdout as one JSON line. Engine file: imports tor
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -104,12 +106,18 @@ class Sampler:
     def compare(self, wanted: list[dict[str, Any]], nf4: dict[str, Any] | None) -> dict[str, Any]:
         """Send the request and wait for the answer; what went wrong is in `error`."""
         request = json.dumps({"compare": wanted, "nf4": nf4})
+        assert self._child.stdin is not None and self._child.stdout is not None
+        watchdog = threading.Timer(_TIMEOUT_SECONDS, self._child.kill)
+        watchdog.start()
         try:
-            answer, _ = self._child.communicate(request + "\n", timeout=_TIMEOUT_SECONDS)
-            return dict(json.loads(answer.strip().splitlines()[-1]))
-        except (subprocess.TimeoutExpired, ValueError, IndexError, OSError) as error:
+            self._child.stdin.write(request + "\n")
+            self._child.stdin.flush()
+            # The line is all there is; an interpreter with torch takes a second to end.
+            return dict(json.loads(self._child.stdout.readline()))
+        except (ValueError, OSError) as error:
             return {"checked": 0, "bit_equal": 0, "tensors": [], "error": f"{error!r}"}
         finally:
+            watchdog.cancel()
             self.close()
 
     def close(self) -> None:
@@ -117,8 +125,9 @@ class Sampler:
         if self._child.poll() is None:
             self._child.kill()
         for stream in (self._child.stdin, self._child.stdout):
-            if stream and not stream.closed:
-                stream.close()
+            if stream:
+                with contextlib.suppress(BrokenPipeError):
+                    stream.close()
         self._child.wait()
 
 
@@ -211,7 +220,8 @@ def _through_nf4(weight: Any, settings: dict[str, Any]) -> Any:
 def _serve() -> None:
     for name in _UNNEEDED:
         sys.modules[name] = None  # type: ignore[assignment] # Python's way to make one absent
-    import peft.tuners.lora  # noqa: F401 - the slow import, while the merge still runs
+    # The slow imports, while the merge still runs.
+    import transformers.pytorch_utils  # noqa: F401
 
     for name in _UNNEEDED:
         del sys.modules[name]
@@ -225,6 +235,7 @@ def _serve() -> None:
         "peak_rss_bytes": int(status) * 1024,
     }
     sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

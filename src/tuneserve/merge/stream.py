@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
+# Pieces that the kernel is told of before they are read: enough that the disk never waits.
+_READ_AHEAD = 8
+
 
 @dataclass
 class ShardReport:
@@ -175,15 +178,13 @@ class ShardStream:
         work: list[Piece],
     ) -> None:
         ahead = ReadAhead()
-        for piece, following in zip(work, [*work[1:], None], strict=True):
+        for number, piece in enumerate(work):
             buffer = channel.take(channel.free)
             file = self._file_of(piece, source)
             view = memoryview(buffer)[: piece.read_bytes]
-            ahead.expect(file, piece.read_offset, piece.read_bytes)
-            if following is not None:
-                ahead.expect(
-                    self._file_of(following, source), following.read_offset, following.read_bytes
-                )
+            for coming in work[number : number + _READ_AHEAD]:
+                where = self._file_of(coming, source)
+                ahead.expect(where, coming.read_offset, coming.read_bytes)
             if read_into(file, view, piece.read_offset) < len(view):
                 raise ModelError(
                     f"{shard.source.file}: became shorter while it was read",
