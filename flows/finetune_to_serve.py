@@ -14,7 +14,7 @@ from tasks.alone import alone, mark_crashed
 from tasks.embedded import server_ends_with_us
 from tasks.evaluate import evaluate
 from tasks.fetch import fetch
-from tasks.logs import shown_in
+from tasks.logs import outlive_the_reader, shown_in
 from tasks.merge import merge
 from tasks.pages import quietly, show_run
 from tasks.plan import plan
@@ -66,6 +66,7 @@ def finetune_to_serve(
             _rename(id, call, results[-1])
         return results[-1]
 
+    outlive_the_reader()
     with server_ends_with_us(), shown_in(get_run_logger()):
         try:
             found = retrain(

@@ -1,8 +1,9 @@
-"""What the package logs outside its children shows in the run's log: waits, refusals, notes."""
+"""The run's log: what the package says outside its children, and that it needs no reader."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +19,19 @@ class _Forward(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Hand a line on; its text is made here, where its arguments are at home."""
         self.logger.log(record.levelno, "%s", record.getMessage())
+
+
+def outlive_the_reader() -> None:
+    """Let the run go on when whoever reads our output is gone, such as a killed worker.
+
+    Prefect logs through rich, whose console ends the process at a broken pipe; the run's log on
+    the server is not touched by this.
+    """
+    names = [None, *logging.root.manager.loggerDict]
+    for handler in [handler for name in names for handler in logging.getLogger(name).handlers]:
+        console = getattr(handler, "console", None)
+        if console is not None:
+            console.on_broken_pipe = functools.partial(setattr, console, "quiet", True)
 
 
 @contextlib.contextmanager
