@@ -31,7 +31,7 @@ def load_run_file(path: Path) -> RunFile:
         raise RunFileError(
             f"{path}: cannot be read ({error.strerror})",
             expected="a YAML run file",
-            hint="check the path; README shows what a run file holds",
+            hint="check the path, or write one with `tuneserve init DATA`",
         ) from error
     except UnicodeDecodeError as error:
         raise RunFileError(
@@ -51,7 +51,7 @@ def load_run_file(path: Path) -> RunFile:
         raise RunFileError(
             f"{path}: holds {type(data).__name__}",
             expected="a mapping with name, model and data",
-            hint="see README",
+            hint="`tuneserve init DATA` writes a whole one",
         )
     return parse_run(data, source=str(path), folder=path.resolve().parent)
 
@@ -101,7 +101,7 @@ def _all_problems(error: ValidationError, source: str) -> RunFileError:
     count = "1 field is wrong" if len(problems) == 1 else f"{len(problems)} fields are wrong"
     return RunFileError(
         f"{source}: {count}\n  " + "\n  ".join(problems),
-        hint="mend the fields named; README and deploy/runs/demo.yaml show a whole run file",
+        hint="mend the fields named; docs/run-file.md describes all, `tuneserve init` writes a file",
         details={"fields": [_field_path(item["loc"]) for item in error.errors()]},
     )
 
