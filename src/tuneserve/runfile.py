@@ -101,7 +101,7 @@ def _all_problems(error: ValidationError, source: str) -> RunFileError:
     count = "1 field is wrong" if len(problems) == 1 else f"{len(problems)} fields are wrong"
     return RunFileError(
         f"{source}: {count}\n  " + "\n  ".join(problems),
-        hint="mend the fields named; docs/run-file.md describes all, `tuneserve init` writes a file",
+        hint="mend the fields named; docs/run-file.md describes all of them",
         details={"fields": [_field_path(item["loc"]) for item in error.errors()]},
     )
 
