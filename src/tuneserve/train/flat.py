@@ -23,14 +23,21 @@ class FlatParameters:
     def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
         self._parameters = parameters
         self.flat = torch.nn.Parameter(torch.cat([p.detach().reshape(-1) for p in parameters]))
+        self._attach()
+
+    def _attach(self) -> None:
         begin = 0
-        for parameter in parameters:
+        for parameter in self._parameters:
             end = begin + parameter.numel()
-            parameter.data = self.flat.data[begin:end].view_as(parameter)
+            part = self.flat.data[begin:end].view_as(parameter)
+            part.copy_(parameter.data)
+            parameter.data = part
             begin = end
 
     def gather(self, *_: Any) -> None:
         """Before a step: one gradient out of all."""
+        if self._parameters[0].data_ptr() != self.flat.data_ptr():
+            self._attach()  # moving a model to "cpu:0" copies it, also from the CPU
         parts = [p.new_zeros(p.shape) if p.grad is None else p.grad for p in self._parameters]
         self.flat.grad = torch.cat([part.reshape(-1) for part in parts])
 
