@@ -48,6 +48,16 @@ def test_visible_card_and_its_processes(smi: Path, visible: str) -> None:
     assert gone.used_bytes == 0 and gpu.foreign == gpu.processes
 
 
+def test_of_several_cards_the_fullest_decides(
+    smi: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    both, first = look(tmp_path, gpus=2), look(tmp_path)
+    assert both.gpu is not None and first.gpu is not None
+    assert (both.gpu.name, first.gpu.name) == ("Card B", "Card A")
+    assert both.gpus == first.gpus == 2
+
+
 def test_hidden_cards_do_not_exist(smi: Path) -> None:
     assert first_gpu({"CUDA_VISIBLE_DEVICES": ""}) is None
 

@@ -119,6 +119,24 @@ def test_the_command(tmp_path: Path) -> None:
     assert vllm_command.sampling_defaults(facts, serve) == {"temperature": 0.0}
 
 
+def test_a_server_of_several_gpus(tmp_path: Path) -> None:
+    facts = read_model(model(tmp_path / "m", intermediate_size=1536, vocab_size=49152))
+    serve = ServeSection(tensor_parallel=3, max_model_len=1024)
+    room = Capacity(64, 1, 1, 0, "gpu")
+    arguments = vllm_command.serving_arguments(facts, serve, room, False)
+    assert arguments[arguments.index("--tensor-parallel-size") + 1] == "3"
+    alone = vllm_command.serving_arguments(facts, ServeSection(), room, False)
+    assert "--tensor-parallel-size" not in alone
+    free = FreeMemory("gpu", 20 * GIB, 24 * GIB)
+    one = plan_capacity(facts, ServeSection(max_model_len=1024), {}, free)
+    three = plan_capacity(facts, serve, {}, free)
+    assert three.kv_cache_bytes == pytest.approx(one.kv_cache_bytes / 3)  # one of 3 KV heads each
+    with pytest.raises(RunFileError, match="9 attention heads cannot be shared evenly"):
+        plan_capacity(facts, ServeSection(tensor_parallel=2), {}, free)
+    with pytest.raises(RunFileError, match="there is none"):
+        plan_capacity(facts, serve, {}, cpu(20))
+
+
 def test_tool_flags_come_together_and_gpu_compiles(tmp_path: Path) -> None:
     facts = read_model(model(tmp_path / "m"))
     serve = ServeSection(tool_parser="hermes")
