@@ -28,7 +28,10 @@ _WHOLE_ELEMENTS = 16 * 2**20
 _TIMEOUT_SECONDS = 600
 
 # Importing PEFT imports these wherever they are installed, which nearly doubles its time.
-_UNNEEDED = ("bitsandbytes", "torchao", "gptqmodel", "optimum", "sklearn", "scipy", "pandas")
+_UNNEEDED = (
+    "bitsandbytes", "torchao", "gptqmodel", "optimum", "sklearn", "scipy", "pandas", "boto3",
+    "deepspeed",
+)  # fmt: skip
 
 
 def requests(plan: MergePlan, written: dict[str, TensorInfo]) -> list[dict[str, Any]]:
@@ -218,6 +221,7 @@ def _through_nf4(weight: Any, settings: dict[str, Any]) -> Any:
 
 
 def _serve() -> None:
+    os.nice(10)  # there is time until the merge is written, and that needs the cores
     for name in _UNNEEDED:
         sys.modules[name] = None  # type: ignore[assignment] # Python's way to make one absent
     # The slow imports, while the merge still runs.

@@ -24,6 +24,8 @@ from tuneserve.merge.tiling import MIN_ROWS
 
 TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
+_MEASURED_TILES = 4
+
 RowReader = Callable[[int, int], torch.Tensor]
 """Gives rows begin to end of a tensor's source, in its stored dtype."""
 
@@ -33,17 +35,21 @@ class Effect:
     """What adding did to one tensor, in squared norms summed over tiles.
 
     Attributes:
-        delta: Of the exact change.
-        lost: Of the part that rounding to the base's dtype took away.
+        delta: Of the exact change, over all tiles.
+        measured: Of the exact change, over the tiles whose rounding was measured.
+        lost: Of the part that rounding to the base's dtype took away there.
+        tiles: How many there were.
     """
 
     delta: float = 0.0
+    measured: float = 0.0
     lost: float = 0.0
+    tiles: int = 0
 
     @property
     def survival(self) -> float:
         """Share of the change's norm that survived: 1 - ||applied - exact|| / ||exact||."""
-        return 1.0 - min(1.0, math.sqrt(self.lost / self.delta)) if self.delta else 1.0
+        return 1.0 - min(1.0, math.sqrt(self.lost / self.measured)) if self.measured else 1.0
 
 
 class Scratch:
@@ -191,23 +197,28 @@ class TensorMerger:
     ) -> None:
         """Round before + delta into `weight`, and account for what the rounding lost.
 
-        A value that is not finite, before or after rounding, makes the loss not finite.
+        Rounding is measured on the first and then on every fourth tile: it takes as many passes
+        over the memory as the merge itself. That the result is finite is checked on all.
         """
         if squared is None:
             squared = float(torch.linalg.vector_norm(delta)) ** 2
-        self.effect.delta += squared
         exact = before.add_(delta) if merged is None else merged
         weight.copy_(exact)
-        rounded = self.scratch.take("rounded", weight.shape).copy_(weight)
-        lost = float(torch.linalg.vector_norm(exact.sub_(rounded))) ** 2
-        if not math.isfinite(lost):
+        low, high = torch.aminmax(weight)
+        if not (math.isfinite(low) and math.isfinite(high)):
             raise AdapterError(
                 f"{self.output.name}: the merged weight is not finite in {self.output.dtype}",
                 expected="finite weights",
                 hint="the adapter diverged in training, or the base has values that are not finite",
                 details={"tensor": self.output.name},
             )
-        self.effect.lost += lost
+        effect = self.effect
+        effect.delta += squared
+        if effect.tiles % _MEASURED_TILES == 0:
+            rounded = self.scratch.take("rounded", weight.shape).copy_(weight)
+            effect.measured += squared
+            effect.lost += float(torch.linalg.vector_norm(exact.sub_(rounded))) ** 2
+        effect.tiles += 1
 
     def _put_tokens(self, weight: torch.Tensor, begin: int, end: int) -> None:
         assert self.op.tokens is not None
