@@ -100,6 +100,7 @@ def shim_run(folder: Path, base: Path, **changes: Any) -> str:
     return str(path)
 
 
+@pytest.mark.full  # test_faults.py has a run by hand in the shorter tier
 def test_a_worker_runs_the_deployment(
     prefect_server: str, tmp_path: Path, pico_model: Path
 ) -> None:
