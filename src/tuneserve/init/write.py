@@ -17,7 +17,7 @@ _ALWAYS = {
     "train.lora": "rank of the adapter, and its scale (alpha / r)",
     "train.effective_batch": "rows a step, however many fit into one pass",
     "quantize.methods": "4 bits; add none at the end to fall back to 16 bits",
-    "serve.port": "http://127.0.0.1:8080/v1",
+    "serve.port": "clients ask http://127.0.0.1:PORT/v1",
 }
 # Shown commented out: what people look for next, and what it would be.
 _ALSO = {
