@@ -43,7 +43,7 @@ def _run_name() -> str:
 @flow(name="finetune-to-serve", flow_run_name=_run_name)
 def finetune_to_serve(
     run_file: str | None = None, run: RunFile | None = None, force: bool = False
-) -> Any:
+) -> dict[str, Any]:
     """Fine-tune, merge, quantize, prove and serve what the run file describes.
 
     Args:
@@ -81,7 +81,8 @@ def finetune_to_serve(
         finally:
             show_run(run.name, results)
     unchanged = found.outcome == "unchanged"
-    return Completed(
+    # Prefect hands a state's data to the caller.
+    return Completed(  # type: ignore[return-value]
         name="Nothing to do" if unchanged else "Completed",
         message=found.note or f"{found.model}: {found.release} serves at {found.endpoint}",
         data=found.to_json(),
