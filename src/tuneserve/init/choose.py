@@ -133,7 +133,7 @@ def _draft(
     if gpu or not rows or math.ceil(trained * epochs / batch) <= _CPU_STEPS:
         train["epochs"] = epochs
     else:
-        train["max_steps"] = _CPU_STEPS
+        train.update(max_steps=_CPU_STEPS, save_steps=10)
     quantize: dict[str, Any] = {"methods": ["gptq"]}
     if arch.model_type not in QUANTIZABLE:
         quantize["methods"] = ["none"]
@@ -268,6 +268,7 @@ def _finished(choice: Choice, arch: Arch, look: DataLook | None) -> Choice:
             f"this machine shows {cards} GPUs and the run uses one; train.gpus: {cards} shares "
             "each step among all"
         )
+    why["train.save_steps"] = "a run that was killed goes on from the last checkpoint"
     if run.train.learning_rate > 2e-4:
         why["train.learning_rate"] = "small models learn at higher rates than large ones"
     if run.quantize.methods == ["none"]:
