@@ -116,7 +116,7 @@ class GatesSection(Section):
         description="Divergence in nats per token that merging may add to that.",
     )
     kl_floor: float = Field(
-        0.05,
+        0.02,
         ge=0,
         description="Divergence in nats per token that serving may add to max_kl_over_rtn: what "
         "two right engines differ by, one of them computing in 16 bits.",

@@ -34,19 +34,23 @@ def register() -> None:
 def _unpack(kernel: Any, layer: Any) -> None:
     """Replace the packed weight by the dense (out, in) matrix ``(q - zero) * scale``.
 
-    When vLLM calls this, AWQ weights have been reordered to GPTQ's packing: eight inputs an int32
-    in `weight` (in / 8, out), scales (groups, out), zero points (groups, out / 8) as they are.
+    When vLLM calls this, weights of all formats are in GPTQ's packing: eight inputs an int32,
+    (in / 8, out). Scales are (groups, out) and zero points eight outputs an int32,
+    (groups, out / 8), or either transposed, which their `output_dim` says: AWQ's zero points are
+    (`vllm/model_executor/layers/quantization/auto_awq.py`, `_convert_awq_to_standard_format`).
     """
     import torch
 
     packed = getattr(layer, kernel.w_q_name)
-    scales = getattr(layer, kernel.w_s_name).data
+    if packed.input_dim == 1:
+        packed.data = packed.data.t()
+    scales = _outputs_last(getattr(layer, kernel.w_s_name))
     shifts = torch.arange(0, 32, 4, dtype=torch.int32)
     values = (packed.data.unsqueeze(1) >> shifts[None, :, None]) & 15
     values = values.reshape(-1, packed.shape[1])
     width = values.shape[0] // scales.shape[0]
     if kernel.config.zero_points:
-        zeros = getattr(layer, kernel.w_zp_name).data
+        zeros = _outputs_last(getattr(layer, kernel.w_zp_name))
         zeros = ((zeros.unsqueeze(2) >> shifts) & 15).reshape(scales.shape)
         values = values - zeros.repeat_interleave(width, dim=0)
     else:
@@ -57,6 +61,11 @@ def _unpack(kernel: Any, layer: Any) -> None:
     for name in (kernel.w_s_name, kernel.w_zp_name):
         if name is not None and getattr(layer, name, None) is not None:
             setattr(layer, name, None)
+
+
+def _outputs_last(parameter: Any) -> Any:
+    """Scales or zero points as (groups, outputs)."""
+    return parameter.data.t() if parameter.output_dim == 0 else parameter.data
 
 
 def _apply(kernel: Any, layer: Any, x: Any, bias: Any = None) -> Any:
