@@ -184,6 +184,14 @@ class TrainSection(Section):
     eval_steps: int | None = Field(
         None, ge=1, description="Evaluate every N steps; unset: at the end only."
     )
+    keep: Literal["last", "best"] = Field(
+        "last",
+        description="Which adapter is kept: of the last step, or of the lowest held-out loss among "
+        "the evaluations of eval_steps and the end.",
+    )
+    stall_seconds: int = Field(
+        1800, ge=1, description="End a training in which nothing was done for so many seconds."
+    )
     save_steps: int = Field(
         50, ge=1, description="Write a checkpoint every N steps; a retry resumes there."
     )
@@ -218,6 +226,8 @@ class TrainSection(Section):
                 f"effective_batch {self.effective_batch} is not a multiple of "
                 f"micro_batch {self.micro_batch}"
             )
+        if self.keep == "best" and self.eval_steps is None:
+            raise ValueError("keep: best needs eval_steps, or there is nothing to choose from")
         together = self.gpus * (self.micro_batch if isinstance(self.micro_batch, int) else 1)
         if self.effective_batch % together:
             raise ValueError(

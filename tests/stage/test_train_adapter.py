@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +17,14 @@ from tuneserve.cpu import has_bf16
 from tuneserve.errors import AdapterError, ModelError, TrainingDiverged
 from tuneserve.lm import hardware
 from tuneserve.lm.fused_head import add_fused_head
-from tuneserve.lm.load import load_base, quantized_modules, quiet_libraries
+from tuneserve.lm.load import load_base, quantized_modules
 from tuneserve.lm.loss import pad_rows, row_losses
 from tuneserve.lm.rows import Rows, read_rows
 from tuneserve.train.adapter import add_adapter, load_adapter, prove_trained, save_adapter
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    quiet_libraries()
-    yield
-    torch.set_num_threads(threads)
-    del sys.modules["gptqmodel"]
 
 
 @pytest.fixture(scope="module")
@@ -240,3 +231,46 @@ def test_the_type_and_place_on_a_gpu(
 def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=str(tmp_path)):
         load_base(tmp_path, device=CPU, dtype=torch.float32, nf4=False)
+
+
+def test_the_best_adapter_comes_back_bit_for_bit(tmp_path: Path, pico_model: Path) -> None:
+    """Offered at three losses; the lowest is restored, unless the end is lower or it is damaged."""
+    from tuneserve.train.best import Best
+
+    model = wrapped(pico_model)
+    best, states = Best(tmp_path / "best"), {}
+    for step, loss in ((2, 1.5), (4, 1.0), (6, 1.2)):
+        for parameter in (p for p in model.parameters() if p.requires_grad):
+            torch.nn.init.normal_(parameter)
+        states[step] = {n: p.clone() for n, p in model.named_parameters() if p.requires_grad}
+        best.offer(model, step, loss)
+    assert best.restore(model, 0.9) is None
+    assert best.restore(model, 1.2) == (4, 1.0)
+    found = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    assert all(torch.equal(found[n], states[4][n]) for n in found)
+    assert [path.name for path in sorted((tmp_path / "best").iterdir())] == [
+        "best.json",
+        "step-4.safetensors",
+    ]
+    # A resumed run that trains step 3 again forgets what came after it.
+    best.offer(model, 3, 1.4)
+    assert best.found() is not None and best.found()[1:] == (3, 1.4)  # type: ignore[index]
+    (tmp_path / "best" / "step-3.safetensors").write_bytes(b"")
+    assert best.restore(model, 9.0) is None
+
+
+def test_a_tracker_that_fails_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    from tuneserve.train.trackers import Guarded
+
+    class Tracker:
+        calls = 0
+
+        def on_log(self) -> None:
+            self.calls += 1
+            raise ConnectionError("no route to the tracker")
+
+    guarded = Guarded(Tracker())
+    guarded.on_log()
+    guarded.on_log()
+    assert guarded.calls == 1
+    assert caplog.text.count("Tracker failed (no route to the tracker)") == 1

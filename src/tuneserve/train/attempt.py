@@ -26,10 +26,13 @@ from tuneserve.progress import Progress, human_bytes
 from tuneserve.stages import StageContext
 from tuneserve.train import adapter as adapters
 from tuneserve.train import checkpoints, collective
+from tuneserve.train.best import Best
 from tuneserve.train.curves import read_curve, rewind_curve
 from tuneserve.train.memory import MemoryTimeline
 from tuneserve.train.recipe import Recipe, training_order
+from tuneserve.train.trackers import place_trackers
 from tuneserve.train.trainer import RowTrainer, Watch
+from tuneserve.train.watching import StallGuard
 
 log = logging.getLogger(__name__)
 
@@ -73,23 +76,30 @@ class Attempt:
         with Progress("train", total=self.recipe.steps) as progress:
             watch = Watch(self.rows, order, self.recipe, self.context.work / CURVE, progress)
             trainer = self._trainer(model, order, watch)
-            if train.eval_steps:
+            best = Best(self.context.work / "best") if train.keep == "best" else None
+            if train.eval_steps and len(self.held_out):
                 watch.evaluate = (train.eval_steps, lambda: self._held_out_loss(model))
+            if best and collective.rank() == 0:
+                watch.best = lambda step, loss: best.offer(model, step, loss)
             self.timeline.phase("smoke")
             note("smoke")
             smoke_step(trainer, self.rows, self.recipe, self.checkpointing)
             check_room(self.limit_bytes)
             collective.wait_for_all()
             note("train")
-            self._train(trainer, watch)
+            with StallGuard(train.stall_seconds) as watch.guard:
+                self._train(trainer, watch)
         self.timeline.phase("evaluate")
         loss = self._held_out_loss(model) if len(self.held_out) else None
         self.timeline.phase("save")
         if collective.rank():
             return {}  # rank 0 writes, and speaks for all
+        kept = best.restore(model, loss) if best and loss is not None else None
         self._save(model, dtype, quantized, loss)
+        loss = kept[1] if kept else loss
         trained = adapters.trainable_parameters(model)
-        return {**self._metrics(watch, loss), "trainable_parameters": trained}
+        metrics = {**self._metrics(watch, loss), "trainable_parameters": trained}
+        return {**metrics, "best_step": kept[0]} if kept else metrics
 
     def _load(self, device: torch.device) -> tuple[Any, torch.dtype]:
         run, base = self.context.run, self.context.base
@@ -115,6 +125,7 @@ class Attempt:
         return model, dtype
 
     def _trainer(self, model: Any, order: Sequence[int], watch: Watch) -> RowTrainer:
+        place_trackers(self.context.run.name)
         tokenizer = AutoTokenizer.from_pretrained(self.context.inputs["dataset"].path / "tokenizer")
         return RowTrainer(
             model,
@@ -198,12 +209,33 @@ class Attempt:
         }
         if torch.cuda.is_available():
             metrics["peak_gpu_bytes"] = torch.cuda.max_memory_reserved()
+            metrics["model_flop_utilization"] = self._utilization(watch)
         if len(losses) != self.recipe.steps:
             raise AdapterError(
                 f"{len(losses)} of {self.recipe.steps} steps were trained",
                 hint="run the same command again: it goes on from the last checkpoint",
             )
         return metrics
+
+    def _utilization(self, watch: Watch) -> float | None:
+        """Share of the card's peak rate that went into the model; None on an unknown card."""
+        from tuneserve.checkpoint.basecheck import read_config
+        from tuneserve.plan.arch import arch_from_config
+        from tuneserve.plan.checks import target_linears
+        from tuneserve.plan.memory import Step
+        from tuneserve.plan.speed import model_flops, peak_flops
+
+        run, base = self.context.run, self.context.base
+        peak = peak_flops(torch.cuda.get_device_name())
+        if peak is None or not watch.seconds or base is None:
+            return None
+        arch = arch_from_config(read_config(base))
+        length = int(np.mean(self.rows.lengths[np.asarray(watch.order)]))
+        targets = target_linears(run, arch)
+        quantized = run.train.method == "qlora"
+        one = Step(self.recipe.effective_batch, length, targets, run.train.lora.r, quantized)
+        rate = model_flops(arch, one) / statistics.median(watch.seconds)
+        return round(rate / (peak * self.recipe.processes), 4)
 
 
 def smoke_step(trainer: RowTrainer, rows: Rows, recipe: Recipe, checkpointing: bool | str) -> None:

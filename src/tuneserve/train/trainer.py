@@ -33,6 +33,8 @@ from tuneserve.train.checkpoints import seal
 from tuneserve.train.flat import can_be_flat, flat_optimizer
 from tuneserve.train.offload import hold_checkpoints_on_host
 from tuneserve.train.recipe import OFFLOAD, Recipe, rate_factor
+from tuneserve.train.trackers import guard_trackers
+from tuneserve.train.watching import StallGuard, flat, hungry
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +60,8 @@ class RowTrainer(SFTTrainer):
             lies in host memory.
         callback: Watches the steps.
     """
+
+    optimizer: Any
 
     def __init__(
         self,
@@ -111,6 +115,7 @@ class RowTrainer(SFTTrainer):
         from transformers.trainer_callback import PrinterCallback
 
         self.remove_callback(PrinterCallback)
+        guard_trackers(self.callback_handler)
 
     @property
     def shares_optimizer(self) -> bool:
@@ -289,6 +294,8 @@ class Watch(TrainerCallback):
         curve: The JSONL file of the loss curve, in the work folder.
         progress: Counts steps.
         evaluate: Held-out loss now, and every how many steps to ask for it; None: never.
+        guard: Told of every step; says where one hangs.
+        best: Called with step and held-out loss of every evaluation.
     """
 
     rows: Rows
@@ -299,6 +306,11 @@ class Watch(TrainerCallback):
     evaluate: tuple[int, Callable[[], float]] | None = None
     seconds: list[float] = field(default_factory=list)
     tokens: int = 0
+    guard: StallGuard | None = None
+    best: Callable[[int, float], None] | None = None
+    losses: list[float] = field(default_factory=list)
+    waited: list[float] = field(default_factory=list)
+    _said: set[str] = field(default_factory=set)
     _began: float | None = None
 
     def begin(self, step: int) -> None:
@@ -312,8 +324,11 @@ class Watch(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start the clock, unless it has run since the step before."""
+        now = time.monotonic()
         if self._began is None:
-            self._began = time.monotonic()
+            self._began = now
+        else:
+            self.waited.append(now - self._began)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Record a step; called before its checkpoint is written.
@@ -333,6 +348,7 @@ class Watch(TrainerCallback):
         seconds = now - (self._began or now)
         self._began = now  # reading the next rows is part of their step
         self.seconds.append(seconds)
+        self._look(loss, seconds)
         tokens = int(np.sum(self.rows.lengths[self.rows_of(step)]))
         self.tokens += tokens
         self.progress.advance(1, f"loss {loss:.4f}, {tokens / max(seconds, 1e-9):,.0f} tokens/s")
@@ -349,6 +365,10 @@ class Watch(TrainerCallback):
                 self._began += time.monotonic() - paused
             self._write({"step": state.global_step, "eval_loss": loss})
             log.info("held-out loss at step %d: %.4f", state.global_step, loss)
+            if self.best:
+                self.best(state.global_step, loss)
+            if self.guard:
+                self.guard.beat()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Seal the checkpoint just written: only now does it count."""
@@ -356,6 +376,19 @@ class Watch(TrainerCallback):
         collective.wait_for_all()  # each rank wrote its random state
         if state.is_world_process_zero:
             seal(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+
+    def _look(self, loss: float, seconds: float) -> None:
+        """Say, once each, what a person should know while it still runs."""
+        self.losses.append(loss)
+        if self.guard:
+            self.guard.beat(seconds)
+        signs = {"flat": flat(self.losses)}
+        if torch.cuda.is_available():
+            signs["hungry"] = hungry(self.waited, self.seconds)
+        for sign, text in signs.items():
+            if text and sign not in self._said:
+                self._said.add(sign)
+                log.warning("%s", text)
 
     def _write(self, point: dict[str, Any]) -> None:
         if collective.rank():
