@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tuneserve.errors import GateRefused
-from tuneserve.release.bootstrap import Interval, Resampled
+from tuneserve.release.bootstrap import Interval, Resampled, Sums
 from tuneserve.thresholds import GatesSection
 
 Decision = Literal["passed", "refused", "undecided", "overridden"]
@@ -175,7 +175,7 @@ def judge(config: GatesSection, evidence: Evidence, *, skipped: Sequence[str] = 
     columns |= {f"flips_{name}": values for name, values in evidence.flips.items()}
     draws = Resampled(evidence.sources, columns, seed=config.seed, confidence=config.confidence)
     for name in evidence.nats:
-        interval = draws.interval(lambda s, name=name: s[name] / s["tokens"])
+        interval = draws.interval(_mean_of(name))
         report.intervals[name] = (interval.low, interval.high)
     for gate in (_over_base, _merge_keeps, _merge_close, _served_keeps, _close, _same_choice):
         decided = gate(config, draws, report)
@@ -183,12 +183,17 @@ def judge(config: GatesSection, evidence: Evidence, *, skipped: Sequence[str] = 
             report.skipped.append(decided)
         else:
             report.gates.append(decided)
-    decided = _champion(config, evidence)
-    if isinstance(decided, str):
-        report.skipped.append(decided)
-    elif decided:
-        report.gates.append(decided)
+    compared = _champion(config, evidence)
+    if isinstance(compared, str):
+        report.skipped.append(compared)
+    elif compared is not None:
+        report.gates.append(compared)
     return report
+
+
+def _mean_of(name: str) -> Callable[[Sums], Any]:
+    """The mean of a column a supervised token."""
+    return lambda sums: sums[name] / sums["tokens"]
 
 
 def bounded(
@@ -342,8 +347,7 @@ def _divergence(
     config: GatesSection, draws: Resampled, name: str, whose: str, settings: tuple[str, str]
 ) -> Gate:
     factor, floor = (float(getattr(config, setting)) for setting in settings)
-    ours = draws.interval(lambda s: s[f"kl_{whose}"] / s["tokens"])
-    rtn = draws.interval(lambda s: s["kl_rtn"] / s["tokens"])
+    ours, rtn = draws.interval(_mean_of(f"kl_{whose}")), draws.interval(_mean_of("kl_rtn"))
     over = draws.interval(lambda s: (s[f"kl_{whose}"] - factor * s["kl_rtn"]) / s["tokens"])
     needed = draws.interval(lambda s: (s[f"kl_{whose}"] - floor * s["tokens"]) / s["kl_rtn"])
     return bounded(
