@@ -259,8 +259,9 @@ def test_d03_a_real_vllm_loads_the_export_and_says_the_same(
         abs(a - b) for x, y in zip(served, expected, strict=True) for a, b in zip(x, y, strict=True)
     ]
     mean = sum(differences) / len(differences)
-    # bfloat16 activations in vLLM, float32 in the reference; a wrong zero point gives whole nats.
-    assert len(differences) > 100 and mean < 0.03, mean
+    # bfloat16 activations in vLLM, float32 in the reference: a hundredth. Zero points in a wrong
+    # order passed a bound of 0.03.
+    assert len(differences) > 100 and mean < 0.012, mean
     loss = -sum(map(sum, served)) / len(differences)
     assert loss < 1.0  # it answers like the model that learned, not like a guess (6.2 nats)
 
