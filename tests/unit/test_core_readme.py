@@ -54,12 +54,15 @@ def _commands(text: str) -> list[str]:
 
 
 def _inline(text: str) -> set[str]:
-    return set(re.findall(r"`((?:tuneserve|make|builtin:|HF_|serve\.)[^`\n]*)`", text))
+    return set(re.findall(r"`((?:tuneserve|make|builtin:|HF_|serve\.|train\.)[^`\n]*)`", text))
 
 
 def test_both_languages_say_the_same_commands() -> None:
     assert _commands(TEXT) == _commands(CHINESE)
     assert _inline(TEXT) == _inline(CHINESE)
+    links = [set(re.findall(r"\]\(([^)#]+)\)", text)) for text in (TEXT, CHINESE)]
+    results = {link for link in links[0] if link.startswith("bench/")}  # under "Measured" only
+    assert links[0] - results - {"README.zh-CN.md"} == links[1] - {"README.md"}
     assert len(re.findall(r"^## ", TEXT, re.MULTILINE)) == len(
         re.findall(r"^## ", CHINESE, re.MULTILINE)
     )
