@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import json
 import logging
 import os
@@ -17,16 +16,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import data_bases as bases
 from tuneserve.data.stage import run
 from tuneserve.errors import DataError, ModelError
 from tuneserve.process import StageCall, run_stage
 
 ROOT = Path(__file__).parents[2]
-_spec = importlib.util.spec_from_file_location("data_bases", ROOT / "tests" / "data_bases.py")
-assert _spec is not None and _spec.loader is not None
-bases = importlib.util.module_from_spec(_spec)
-sys.modules["data_bases"] = bases  # dataclasses look their module up
-_spec.loader.exec_module(bases)
 
 
 @pytest.fixture(scope="module")

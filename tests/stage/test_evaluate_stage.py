@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,17 +18,9 @@ from tuneserve.evaluate.stage import run
 from tuneserve.stages import StageContext
 from tuneserve.train.stage import run as train
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TRAIN = {"effective_batch": 4, "max_steps": 8, "learning_rate": 4e-3}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    if sys.modules.get("gptqmodel", 0) is None:
-        del sys.modules["gptqmodel"]
 
 
 @pytest.fixture(scope="module")

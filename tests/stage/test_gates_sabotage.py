@@ -8,31 +8,29 @@ has another colour. They are served by a stand-in that computes with the very we
 from __future__ import annotations
 
 import copy
-import gc
-import importlib.util
 import json
 import random
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 from pico import COLOURS, conversations
+from torch_server import serving
 from train_rows import IGNORED, make_context, write_dataset, write_rows
 from tuneserve.artifacts import Artifact
 from tuneserve.config import GatesSection
 from tuneserve.evaluate.stage import run as evaluate
-from tuneserve.lm.load import quiet_libraries
 from tuneserve.release.champion import ChampionScores, measure_champion
 from tuneserve.release.gates import GateReport
 from tuneserve.release.heldout import read_rows
 from tuneserve.release.judging import Subject, judge_candidate
 from tuneserve.release.parity import ParityRefused, check_parity
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 SEEDS = [*range(5), *(pytest.param(n, marks=pytest.mark.full) for n in range(5, 10))]
 _PEAK = 5e-3  # learning rate
@@ -50,31 +48,6 @@ def repainted(count: int, seed: int) -> list[list[dict[str, str]]]:
         text, _, last = message["content"].rstrip(".").rpartition(" ")
         message["content"] = f"{text} {after.get(last, last)}."
     return chats
-
-
-def _load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-serving = _load("torch_server").serving
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    quiet_libraries()
-    importlib.import_module("peft")
-    gc.freeze()  # every model is followed by a collection, which would go through torch's classes
-    yield
-    gc.unfreeze()
-    torch.set_num_threads(threads)
-    if sys.modules.get("gptqmodel", 0) is None:
-        del sys.modules["gptqmodel"]
 
 
 @dataclass

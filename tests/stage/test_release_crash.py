@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import pickle
 import subprocess
 import sys
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from release_house import House
 from tuneserve.release import control, state
 from tuneserve.release.layout import current_release, layout
 from tuneserve.release.stage import release
 from tuneserve.release.supervisor import GATEWAY, Keeper, server_program
-
-
-def _load(name: str, path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-promote_tests = _load("release_promote_tests", Path(__file__).with_name("test_release_promote.py"))
-house = promote_tests.house
 
 # Runs an action in which the N-th change to the outside world is replaced by kill -9 of ourselves.
 _KILLED = """
@@ -63,7 +48,7 @@ def run_and_kill(step: int, action: str, argument: object) -> int:
     return done.returncode
 
 
-def check_order(house: promote_tests.House, allowed: set[str]) -> str:
+def check_order(house: House, allowed: set[str]) -> str:
     """After the next command: one release serves, and state, symlink and processes say so."""
     shown = control.status()["names"]["default"]
     assert shown["state"] == "serving", shown
@@ -80,7 +65,7 @@ def check_order(house: promote_tests.House, allowed: set[str]) -> str:
 
 @pytest.mark.full
 @pytest.mark.parametrize("rollout", ["blue_green", "hold"])
-def test_kill_9_at_every_step_of_a_release(house: promote_tests.House, rollout: str) -> None:
+def test_kill_9_at_every_step_of_a_release(house: House, rollout: str) -> None:
     first = release(house.request("a"))["release"]
     for step in range(40):
         request = house.request(f"b{step}", rollout=rollout)
@@ -94,7 +79,7 @@ def test_kill_9_at_every_step_of_a_release(house: promote_tests.House, rollout: 
     raise AssertionError("the release never came to its end")
 
 
-def test_kill_9_at_every_step_of_a_promotion(house: promote_tests.House) -> None:
+def test_kill_9_at_every_step_of_a_promotion(house: House) -> None:
     first = release(house.request("a"))["release"]
     second = release(house.request("b"))["release"]
     target = first

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import httpx
 import pytest
 
+from release_house import House
 from tuneserve.errors import InputError, RunFileError
 from tuneserve.release import control, gateway
 from tuneserve.release.gateway import MAX_BODY_BYTES
@@ -22,43 +20,29 @@ from tuneserve.release.layout import layout
 from tuneserve.release.stage import release
 from tuneserve.release.supervisor import Keeper
 
-
-def _load(name: str, path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-promote_tests = _load("release_promote_tests", Path(__file__).with_name("test_release_promote.py"))
-house = promote_tests.house
 KEY = "tsk-0123456789-never-to-be-seen"
 BODY = {"model": "default", "messages": [{"role": "user", "content": "my private words"}]}
 
 
 @pytest.fixture
-def guarded(
-    house: promote_tests.House, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[promote_tests.House]:
+def guarded(house: House, monkeypatch: pytest.MonkeyPatch) -> Iterator[House]:
     monkeypatch.setenv("DOOR_API_KEY", KEY)
     release(house.request(host="0.0.0.0", api_key_env="DOOR_API_KEY"))
     yield house
 
 
-def post(house: promote_tests.House, key: str | None = KEY, path: str = "/v1") -> httpx.Response:
+def post(house: House, key: str | None = KEY, path: str = "/v1") -> httpx.Response:
     headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
     return httpx.post(f"{house.url}{path}/chat/completions", json=BODY, headers=headers)
 
 
-def raw(house: promote_tests.House, request: bytes) -> bytes:
+def raw(house: House, request: bytes) -> bytes:
     with socket.create_connection(("127.0.0.1", house.port), timeout=20) as connection:
         connection.sendall(request)
         return connection.makefile("rb").readline()
 
 
-def test_keys_paths_and_sizes(guarded: promote_tests.House) -> None:
+def test_keys_paths_and_sizes(guarded: House) -> None:
     house = guarded
     assert post(house).status_code == 200
     for wrong in (None, "x" * 31, KEY[:-1], KEY + "x", KEY.upper(), f"# {KEY}"):
@@ -111,7 +95,7 @@ def test_keys_paths_and_sizes(guarded: promote_tests.House) -> None:
     assert raw(house, huge).split()[1] == b"431"
 
 
-def test_keys_are_nowhere_but_in_their_file(guarded: promote_tests.House) -> None:
+def test_keys_are_nowhere_but_in_their_file(guarded: House) -> None:
     house = guarded
     post(house)
     httpx.post(f"{house.url}/v1/chat/completions?api_key={KEY}", json=BODY)
@@ -136,7 +120,7 @@ def test_keys_are_nowhere_but_in_their_file(guarded: promote_tests.House) -> Non
                     assert KEY.encode() not in text, (entry, name)
 
 
-def test_sockets_and_admin_are_closed_to_others(guarded: promote_tests.House) -> None:
+def test_sockets_and_admin_are_closed_to_others(guarded: House) -> None:
     places = layout()
     assert places.sockets.stat().st_mode & 0o777 == 0o700
     assert places.root.stat().st_mode & 0o777 == 0o700
@@ -151,7 +135,7 @@ def test_sockets_and_admin_are_closed_to_others(guarded: promote_tests.House) ->
 
 
 def test_an_open_address_without_a_key_is_refused(
-    house: promote_tests.House, monkeypatch: pytest.MonkeyPatch
+    house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(RunFileError, match="other machines can reach"):
         release(house.request(host="0.0.0.0"))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,8 @@ from tuneserve.artifacts import Artifact, file_sha256
 from tuneserve.errors import OutOfMemory
 from tuneserve.train.stage import run
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TRAIN = {
     "effective_batch": 4,
     "max_steps": 3,
@@ -23,16 +23,6 @@ TRAIN = {
     "gradient_checkpointing": False,
     "save_steps": 1,
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    if sys.modules.get("gptqmodel", 0) is None:
-        del sys.modules["gptqmodel"]
 
 
 @pytest.fixture(scope="module")

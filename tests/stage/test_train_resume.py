@@ -6,19 +6,18 @@ import logging
 import os
 import shutil
 import signal
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from train_rows import make_context, pico_dataset
+from train_rows import make_context
 from tuneserve.artifacts import Artifact, file_sha256
 from tuneserve.errors import AdapterError
 from tuneserve.stages import StageContext
 from tuneserve.train.stage import run
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 # Rows of an adapter with dropout need the random state of the checkpoint as well; a paged
 # optimizer gives way to another one on a CPU, with all of its state kept.
@@ -31,21 +30,6 @@ TRAIN = {
     "lora": {"r": 8, "dropout": 0.1},
 }
 FILES = ("adapter_model.safetensors", "loss.jsonl", "training.json")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a forked child cannot use its parent's thread pool
-    yield
-    torch.set_num_threads(threads)
-    if sys.modules.get("gptqmodel", 0) is None:
-        del sys.modules["gptqmodel"]
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory, pico_model: Path) -> Artifact:
-    return pico_dataset(tmp_path_factory.mktemp("data") / "dataset", pico_model)
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +17,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from train_rows import IGNORED, make_context, pico_dataset
+from train_rows import IGNORED, make_context
 from tuneserve.artifacts import Artifact
 from tuneserve.errors import DataError, StageKilled
 from tuneserve.stages import StageContext
 from tuneserve.train import launch
 from tuneserve.train.stage import run
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 TRAIN = {
     "effective_batch": 8,
@@ -36,22 +36,6 @@ TRAIN = {
 }
 TOLERANCE = 1e-4
 SHIM = Path(__file__).parents[1] / "rank_shim.py"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    for hidden in ("gptqmodel", "deepspeed"):
-        if sys.modules.get(hidden, 0) is None:
-            del sys.modules[hidden]
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory, pico_model: Path) -> Artifact:
-    return pico_dataset(tmp_path_factory.mktemp("data") / "dataset", pico_model)
 
 
 Trained = tuple[StageContext, dict[str, Any]]

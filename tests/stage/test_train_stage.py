@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +21,9 @@ from tuneserve.stages import StageContext
 from tuneserve.train.recipe import make_recipe, training_order
 from tuneserve.train.stage import run
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TRAIN = {"effective_batch": 4, "epochs": 2, "learning_rate": 4e-3, "save_steps": 5}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    if sys.modules.get("gptqmodel", 0) is None:
-        del sys.modules["gptqmodel"]
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory, pico_model: Path) -> Artifact:
-    return pico_dataset(tmp_path_factory.mktemp("data") / "dataset", pico_model)
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import pickle
 import random
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import data_bases as bases
 from tuneserve.data.class_labels import check_class_labels
 from tuneserve.data.codes import CODES, RowError
 from tuneserve.data.engine import Engine
@@ -24,14 +22,6 @@ from tuneserve.data.supervise import check_labels, check_range
 from tuneserve.data.template import ChatTemplate
 from tuneserve.data.worker import Result, Worker
 from tuneserve.errors import DataError, ModelError
-
-_spec = importlib.util.spec_from_file_location(
-    "data_bases", Path(__file__).parents[1] / "data_bases.py"
-)
-assert _spec is not None and _spec.loader is not None
-bases = importlib.util.module_from_spec(_spec)
-sys.modules["data_bases"] = bases  # dataclasses look their module up
-_spec.loader.exec_module(bases)
 
 WORKERS: dict[str, Worker] = {}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import pytest
 import yaml
 from tokenizers import Tokenizer
 
+import data_bases as bases
 from tuneserve.checkpoint import base as base_module
 from tuneserve.data.conversation import check
 from tuneserve.data.formats import convert, detect
@@ -34,12 +34,6 @@ from tuneserve.runfile import load_run_file
 ROOT = Path(__file__).parents[2]
 TEMPLATES = ROOT / "data_templates"
 GIB = 2**30
-
-_spec = importlib.util.spec_from_file_location("data_bases", ROOT / "tests" / "data_bases.py")
-assert _spec is not None and _spec.loader is not None
-bases = importlib.util.module_from_spec(_spec)
-sys.modules["data_bases"] = bases
-_spec.loader.exec_module(bases)
 
 SHAPE = {
     "architectures": ["LlamaForCausalLM"],
