@@ -8,6 +8,7 @@ process that could still use the card is gone.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import logging
@@ -27,6 +28,7 @@ from tuneserve.places import home
 log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 1.0
+_SHARED = "tuneserve-gpus"
 _held: set[int] = set()
 
 
@@ -62,7 +64,7 @@ def _wanted(run: RunFile) -> list[tuple[str, Path]]:
     """
     wanted = [(f"the served name {run.serve.name!r}", home() / "locks" / f"{run.serve.name}.lock")]
     # A card belongs to the machine, not to one TUNESERVE_HOME.
-    cards = Path(tempfile.gettempdir()) / "tuneserve-gpus"
+    cards = Path(tempfile.gettempdir()) / _SHARED
     for gpu in sorted(visible_gpus()):
         wanted.append((f"GPU {gpu}", cards / f"{re.sub(r'[^A-Za-z0-9-]', '_', gpu)}.lock"))
     return wanted
@@ -101,22 +103,28 @@ def _locked(what: str, path: Path, holder: str, deadline: float) -> Iterator[Non
 
 
 def _open(path: Path) -> IO[str]:
+    shared = path.parent.name == _SHARED
     try:
         if not path.parent.is_dir():
             path.parent.mkdir(parents=True, exist_ok=True)
-            if path.parent.name == "tuneserve-gpus":
-                path.parent.chmod(0o1777)  # the cards are shared by the users of the machine
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        with contextlib.suppress(PermissionError):
-            os.fchmod(descriptor, 0o666)
-    except PermissionError:  # made by another user: sticky folders refuse O_CREAT on those
+            if shared:
+                path.parent.chmod(0o1777)  # the cards belong to all users of the machine
+        if path.parent.is_symlink() and shared:
+            raise OSError(errno.ELOOP, "it lies behind a symbolic link")
+        # A link planted in a shared folder must not lead us to a file of ours.
+        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            descriptor = os.open(path, os.O_RDWR)
-        except OSError as error:
-            raise InputError(
-                f"{path} cannot be opened ({error.strerror})",
-                hint="remove that file, or ask its owner to",
-            ) from error
+            descriptor = os.open(path, flags | os.O_CREAT, 0o666)
+        except PermissionError:  # another user made it: sticky folders refuse O_CREAT on those
+            descriptor = os.open(path, flags)
+        if shared:
+            with contextlib.suppress(PermissionError):
+                os.fchmod(descriptor, 0o666)
+    except OSError as error:
+        raise InputError(
+            f"{path} cannot be opened ({error.strerror})",
+            hint="remove that file, or ask its owner to",
+        ) from error
     return os.fdopen(descriptor, "r+", encoding="utf-8")
 
 

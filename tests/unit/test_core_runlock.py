@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tuneserve.devices import visible_gpus
-from tuneserve.errors import DeviceBusy
+from tuneserve.errors import DeviceBusy, InputError
 from tuneserve.runfile import parse_run
 from tuneserve.runlock import held_descriptors, hold
 from tuneserve.runs import RunRecord, Runs
@@ -130,6 +130,21 @@ def test_a_card_is_held_for_all_homes(
     finally:
         holder.kill()
         holder.wait()
+
+
+def test_a_link_in_the_shared_folder_is_not_followed(
+    home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    precious = tmp_path / "precious"
+    precious.write_text("keep me")
+    shared = tmp_path / "tmp" / "tuneserve-gpus"
+    shared.mkdir()
+    (shared / "0.lock").symlink_to(precious)
+    with pytest.raises(InputError, match=r"0\.lock cannot be opened"):
+        with hold(parse_run(given()), "first", "now"):
+            pass
+    assert precious.read_text() == "keep me" and held_descriptors() == ()
 
 
 def test_a_child_keeps_the_lock_until_it_is_gone_too(home: Path) -> None:
