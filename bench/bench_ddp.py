@@ -47,6 +47,7 @@ def main() -> None:
     options = parser().parse_args()
     if options.quick:
         options.shape, options.length, options.steps, options.rank = "tiny", 64, 4, 8
+        options.cases = "lora,lora-ddp"
     if options.case:
         print(json.dumps(run_case(options)))
         return
