@@ -48,16 +48,31 @@ def validate(run_file: RunArgument, as_json: JsonOption = False) -> None:
 
 @app.command(epilog="Example: tuneserve plan RUN.yaml --gpu-memory 24GiB")
 def plan(
-    run_file: RunArgument,
+    run_file: Annotated[
+        Path | None, typer.Argument(help="The run file (YAML).", metavar="RUN.yaml")
+    ] = None,
     gpu_memory: Annotated[
         str | None, typer.Option(help="Plan for a card of this size, e.g. 24GiB; no GPU needed.")
     ] = None,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Fit to the trainings that ended on this machine.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Predict peak memory, disk and the micro-batch of every stage, before anything runs."""
     from tuneserve.config import parse_size
     from tuneserve.plan import plan_run
 
+    if calibrate:
+        from tuneserve.plan.calibrate import calibrate as fit_here
+
+        fitted = fit_here()
+        before, after = (f"{fitted[when]['mape']:.1%}" for when in ("before", "after"))
+        text = f"{fitted['points']} trainings: mean error {before} before, {after} now"
+        show(fitted, text, as_json)
+        return
+    if run_file is None:
+        raise typer.BadParameter("a run file, or --calibrate", param_hint="RUN_FILE")
     try:
         gpu_bytes = parse_size(gpu_memory) if gpu_memory else None
     except ValueError as error:

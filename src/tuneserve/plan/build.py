@@ -15,8 +15,9 @@ from tuneserve.errors import RunFileError
 from tuneserve.places import store_root
 from tuneserve.plan.advice import Advice, train_advice
 from tuneserve.plan.arch import Arch, arch_from_config, with_headers
+from tuneserve.plan.calibrate import machine_constants
 from tuneserve.plan.checks import problems, warnings
-from tuneserve.plan.constants import DEFAULT, Constants
+from tuneserve.plan.constants import Constants
 from tuneserve.plan.later import (
     Serving,
     disk_bytes,
@@ -162,7 +163,7 @@ def plan_for(
     gpu_memory_bytes: int | None = None,
     data: DataShape | None = None,
     machine: Machine | None = None,
-    constants: Constants = DEFAULT,
+    constants: Constants | None = None,
 ) -> Plan:
     """Plan a run for this machine, or for a card of another size.
 
@@ -173,13 +174,14 @@ def plan_for(
         gpu_memory_bytes: Suppose an empty card of this size instead of looking.
         data: The data set's shape, instead of `dataset_metrics`.
         machine: What there is, instead of looking.
-        constants: Measured numbers of the machine.
+        constants: Measured numbers of the machine, instead of what was calibrated here.
 
     Raises:
         RunFileError: The run would fail later for reasons that show already; all of them are
             listed.
         ModelError: The base's config or weights cannot be read.
     """
+    constants = constants or machine_constants()
     arch = _read_arch(base_dir)
     data = data or data_shape_from_metrics(dataset_metrics)
     machine = machine or look(

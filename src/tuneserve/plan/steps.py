@@ -10,7 +10,7 @@ from tuneserve.plan.arch import Arch
 from tuneserve.plan.checks import target_linears
 from tuneserve.plan.constants import Constants
 from tuneserve.plan.fusedstep import can_fuse
-from tuneserve.plan.machine import Machine
+from tuneserve.plan.machine import Gpu, Machine
 from tuneserve.plan.memory import Step, train_peak, with_micro_batch
 from tuneserve.plan.rows import DataShape
 
@@ -63,6 +63,26 @@ def choose_step(
         return best
     size = _divisors(batch, limit)[0] if wanted != "auto" else 1
     return with_micro_batch(replace(step, checkpointing=ways[-1]), size, batch)
+
+
+def trained_step(
+    run: RunFile,
+    arch: Arch,
+    *,
+    longest: int,
+    micro_batch: int,
+    accumulation: int,
+    checkpointing: Checkpointing,
+) -> Step:
+    """A step that a GPU has made, as the plan would have it; `longest` is in tokens."""
+    place = Machine(Gpu("", 0, 0), 0, 0, 0, "")
+    step = _whole_step(run, arch, DataShape((longest,) * micro_batch), place)
+    return replace(
+        step,
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        checkpointing=checkpointing,
+    )
 
 
 def _ways(run: RunFile, *, gpu: bool) -> list[Checkpointing]:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,18 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer, set_seed
 
+from tuneserve.checkpoint.basecheck import read_config
 from tuneserve.errors import AdapterError, DataError, OutOfMemory
 from tuneserve.lm import hardware
 from tuneserve.lm.load import load_base, nf4_settings, quantized_modules
 from tuneserve.lm.loss import pad_rows, row_losses
 from tuneserve.lm.rows import Rows
+from tuneserve.plan import calibrate
+from tuneserve.plan.arch import arch_from_config
+from tuneserve.plan.machine import first_gpu
+from tuneserve.plan.memory import Step
+from tuneserve.plan.speed import model_flops, peak_flops
+from tuneserve.plan.steps import trained_step
 from tuneserve.progress import Progress, human_bytes
 from tuneserve.stages import StageContext
 from tuneserve.train import adapter as adapters
@@ -31,7 +39,7 @@ from tuneserve.train.curves import read_curve, rewind_curve
 from tuneserve.train.memory import MemoryTimeline
 from tuneserve.train.recipe import Recipe, training_order
 from tuneserve.train.trackers import place_trackers
-from tuneserve.train.trainer import RowTrainer, Watch
+from tuneserve.train.trainer import PAD_MULTIPLE, RowTrainer, Watch
 from tuneserve.train.watching import StallGuard
 
 log = logging.getLogger(__name__)
@@ -89,6 +97,8 @@ class Attempt:
             note("train")
             with StallGuard(train.stall_seconds) as watch.guard:
                 self._train(trainer, watch)
+        if torch.cuda.is_available() and self.recipe.processes == 1:
+            self._leave_point()
         self.timeline.phase("evaluate")
         loss = self._held_out_loss(model) if len(self.held_out) else None
         self.timeline.phase("save")
@@ -217,25 +227,37 @@ class Attempt:
             )
         return metrics
 
+    def _leave_point(self) -> None:
+        """Leave this training's peak for `plan --calibrate`."""
+        step, config = self._as_planned()
+        process = first_gpu()
+        mine = [p.used_bytes for p in process.processes if p.pid == os.getpid()] if process else []
+        calibrate.record(config, step, torch.cuda.max_memory_reserved(), mine[0] if mine else None)
+
+    def _as_planned(self) -> tuple[Step, dict[str, Any]]:
+        """The step as the plan has it, and the base's config."""
+        assert self.context.base is not None
+        config = read_config(self.context.base)
+        longest = -(-int(self.rows.lengths.max()) // PAD_MULTIPLE) * PAD_MULTIPLE
+        step = trained_step(
+            self.context.run,
+            arch_from_config(config),
+            longest=longest,
+            micro_batch=self.recipe.micro_batch,
+            accumulation=self.recipe.accumulation,
+            checkpointing=self.checkpointing,  # type: ignore[arg-type]
+        )
+        return step, config
+
     def _utilization(self, watch: Watch) -> float | None:
         """Share of the card's peak rate that went into the model; None on an unknown card."""
-        from tuneserve.checkpoint.basecheck import read_config
-        from tuneserve.plan.arch import arch_from_config
-        from tuneserve.plan.checks import target_linears
-        from tuneserve.plan.memory import Step
-        from tuneserve.plan.speed import model_flops, peak_flops
-
-        run, base = self.context.run, self.context.base
         peak = peak_flops(torch.cuda.get_device_name())
-        if peak is None or not watch.seconds or base is None:
+        if peak is None or not watch.seconds:
             return None
-        arch = arch_from_config(read_config(base))
+        step, config = self._as_planned()
         length = int(np.mean(self.rows.lengths[np.asarray(watch.order)]))
-        targets = target_linears(run, arch)
-        quantized = run.train.method == "qlora"
-        one = Step(self.recipe.effective_batch, length, targets, run.train.lora.r, quantized)
-        rate = model_flops(arch, one) / statistics.median(watch.seconds)
-        return round(rate / (peak * self.recipe.processes), 4)
+        flops = model_flops(arch_from_config(config), replace(step, length=length))
+        return round(flops / statistics.median(watch.seconds) / peak, 4)
 
 
 def smoke_step(trainer: RowTrainer, rows: Rows, recipe: Recipe, checkpointing: bool | str) -> None:

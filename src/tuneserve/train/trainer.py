@@ -38,8 +38,8 @@ from tuneserve.train.watching import StallGuard, flat, hungry
 
 log = logging.getLogger(__name__)
 
-# Widths in multiples of 8 keep matrix units busy; the tokens added are masked.
-_PAD_MULTIPLE = 8
+PAD_MULTIPLE = 8
+"""Widths in multiples of it keep matrix units busy; the tokens added count for nothing."""
 # An adapter's gradients are exchanged at once, after the backward pass: that takes milliseconds.
 # Smaller buckets travel during it, on multiprocessors that its matrix products then wait for.
 _BUCKET_MB = 1024
@@ -102,7 +102,7 @@ class RowTrainer(SFTTrainer):
             model=model,
             args=arguments,
             train_dataset=Dataset.from_dict({"row": list(order)}),
-            data_collator=lambda items: pad_rows(rows, [i["row"] for i in items], _PAD_MULTIPLE),
+            data_collator=lambda items: pad_rows(rows, [i["row"] for i in items], PAD_MULTIPLE),
             processing_class=tokenizer,
             callbacks=[callback],
         )
