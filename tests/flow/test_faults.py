@@ -162,7 +162,7 @@ def cancel(id: str) -> None:
 
 @pytest.mark.parametrize(
     "stage",
-    [pytest.param(s, marks=() if s in ("train", "release") else pytest.mark.full) for s in STAGES],
+    [pytest.param(s, marks=() if s == "train" else pytest.mark.full) for s in STAGES],
 )
 def test_a_cancelled_run_leaves_no_process_and_nothing_half_made(
     site: Site, stage: str, monkeypatch: pytest.MonkeyPatch
