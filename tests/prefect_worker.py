@@ -104,7 +104,7 @@ def start_run(**parameters: Any) -> str:
 
 
 def deploy(env: dict[str, str]) -> None:
-    """The pool and the deployment, as README says."""
+    """The pool and the deployments of this machine, as README says."""
     prefect(env, "work-pool", "create", "--type", "process", "--overwrite", "local")
     prefect(
         env, "--no-prompt", "deploy", "--prefect-file", "deploy/prefect.yaml", "--name", "local"
