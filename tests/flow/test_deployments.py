@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from prefect.cli.deploy._models import DeploymentConfig, PrefectYamlModel
+from prefect.client.orchestration import get_client
 from prefect.deployments.steps.core import StepExecutionError, run_steps
 from prefect.flows import load_flow_from_entrypoint
 
@@ -119,3 +120,22 @@ def test_a_worker_runs_the_deployment(
     dataset = next(p.name for p in (tmp_path / "store").glob("dataset-*"))
     assert run.name == f"by-worker {pico_model.name} {dataset}"
     assert run.parameters == {"run_file": path}
+
+
+@pytest.mark.full
+def test_pools_of_containers_and_clusters_take_their_deployments(
+    prefect_server: str, tmp_path: Path
+) -> None:
+    env = environment(prefect_server, tmp_path)
+    template = ["--base-job-template", "deploy/k8s/base-job-template.json"]
+    prefect(env, "work-pool", "create", "--type", "docker", "docker")
+    prefect(env, "work-pool", "create", "--type", "kubernetes", *template, "kubernetes")
+    names = ["--name", "docker", "--name", "kubernetes"]
+    prefect(env, "--no-prompt", "deploy", "--prefect-file", "deploy/prefect.yaml", *names)
+    with get_client(sync_client=True) as client:
+        made = client.read_deployment_by_name("finetune-to-serve/kubernetes")
+        assert made.enforce_parameter_schema and made.pull_steps
+        assert made.parameters == {"run_file": "deploy/runs/demo.yaml"}
+        pool = client.read_work_pool("kubernetes")
+    job = pool.base_job_template["job_configuration"]["job_manifest"]["spec"]["template"]["spec"]
+    assert job["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "{{ gpus }}"
