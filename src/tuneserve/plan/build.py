@@ -142,6 +142,7 @@ class Plan:
                     "micro_batch": self.step.micro_batch,
                     "gradient_checkpointing": self.step.checkpointing,
                     "planned_peak_bytes": self.stages["train"].peak.total_bytes,
+                    "planned_components": dict(self.stages["train"].peak.components),
                 },
                 "release": {
                     "max_model_len": self.serving.max_model_len,

@@ -91,7 +91,7 @@ class Attempt:
                 watch.best = lambda step, loss: best.offer(model, step, loss)
             self.timeline.phase("smoke")
             note("smoke")
-            smoke_step(trainer, self.rows, self.recipe, self.checkpointing)
+            smoke_step(trainer, self.rows, self.recipe, self.checkpointing, self.timeline.phase)
             check_room(self.limit_bytes)
             collective.wait_for_all()
             note("train")
@@ -260,8 +260,16 @@ class Attempt:
         return round(flops / statistics.median(watch.seconds) / peak, 4)
 
 
-def smoke_step(trainer: RowTrainer, rows: Rows, recipe: Recipe, checkpointing: bool | str) -> None:
+def smoke_step(
+    trainer: RowTrainer,
+    rows: Rows,
+    recipe: Recipe,
+    checkpointing: bool | str,
+    phase: Callable[[str], None] = lambda name: None,
+) -> None:
     """Forward, backward and optimizer on the longest rows; weights and random state stay.
+
+    `phase` is told which of these begins.
 
     Raises:
         AdapterError: No gradient reaches the adapter.
@@ -275,11 +283,14 @@ def smoke_step(trainer: RowTrainer, rows: Rows, recipe: Recipe, checkpointing: b
         model.gradient_checkpointing_enable(trainer.args.gradient_checkpointing_kwargs)
     model.train()
     with torch.random.fork_rng(devices=[place] if place.type == "cuda" else []):
+        phase("smoke: forward")
         loss = trainer.compute_loss(model, batch)
+        phase("smoke: backward")
         loss.backward()
         if bool(loss.isfinite()):
             _check_gradients(model)
         if place.type == "cuda" and not trainer.shares_optimizer:
+            phase("smoke: optimizer")
             _idle_optimizer_step(trainer)
     model.zero_grad(set_to_none=True)
 

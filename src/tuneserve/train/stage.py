@@ -19,6 +19,7 @@ from tuneserve.artifacts import write_json_atomic
 from tuneserve.errors import DataError, OutOfMemory
 from tuneserve.lm.rows import Rows, read_rows
 from tuneserve.stages import StageContext
+from tuneserve.train import oom
 from tuneserve.train.curves import plot_loss, plot_memory, read_curve
 from tuneserve.train.memory import MemoryTimeline, of_ranks
 from tuneserve.train.recipe import OFFLOAD, Recipe, make_recipe
@@ -173,6 +174,9 @@ def _together(context: StageContext, rung: Rung) -> dict[str, Any]:
 def _write_memory(context: StageContext, memory: dict[str, Any]) -> None:
     planned = context.hints.get("planned_peak_bytes")
     memory["planned_peak_bytes"] = planned if isinstance(planned, int) else None
+    first = oom.read_report(context.work)
+    if first:
+        memory["first_oom"] = first
     write_json_atomic(context.out / "memory.json", memory)
     plot_memory(memory, context.out / "memory.png")
 
@@ -208,17 +212,31 @@ def attempt(
         return attempt.run(note), ""
     except (torch.OutOfMemoryError, MemoryError, OutOfMemory) as error:
         why = str(error).splitlines()[0] if str(error) else "out of memory"
+        _explain(context, timeline)
     except RuntimeError as error:
         if "DefaultCPUAllocator" not in str(error):
             note("ended")
             raise
         why = str(error).splitlines()[0]
+        _explain(context, timeline)
     except BaseException:
         note("ended")  # by itself, so it was not killed for its memory
         raise
     # Outside of the handler, or the error's traceback would keep the model alive.
     release_memory()
     return None, why
+
+
+def _explain(context: StageContext, timeline: MemoryTimeline) -> None:
+    """Keep what was where, the first time; the attempt's tensors are still alive."""
+    from tuneserve.train import collective
+
+    if collective.rank():
+        return
+    components = context.hints.get("planned_components", {})
+    report = oom.keep_report(context.work, timeline.to_json(None)["timeline"], components)
+    if report:
+        log.warning("memory ran out: %s", report["what"])
 
 
 def _start(context: StageContext, top: Rung) -> Rung:
