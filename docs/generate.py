@@ -311,19 +311,10 @@ def _merge() -> str:
     )
 
 
-def _quantize() -> str:
-    """What was recorded of exports at this size; a sentence where nothing was."""
-    path = HERE.parent / "bench" / "results" / "h200_quantize.json"
-    if not path.is_file():
-        return "Not measured at this size: see the plan's figure above.\n"
-    return json.loads(path.read_text(encoding="utf-8")).get("summary", "") + "\n"
-
-
 _BLOCKS = {
     "plan": _plan_table,
     "train": _train_table,
     "merge": _merge,
-    "quantize": _quantize,
 }
 PAGES = {"run-file.md": reference, "errors.md": errors, "walkthrough-7b.md": walkthrough}
 
