@@ -77,16 +77,16 @@ class Weight:
 
     def __init__(self, layer: torch.nn.Module) -> None:
         weight: Any = layer.weight
-        state = getattr(weight, "quant_state", None)
+        state: Any = getattr(weight, "quant_state", None)
         self.quantized = state is not None
-        self.bias: Tensor | None = layer.bias  # type: ignore[assignment]
+        self.bias: Tensor | None = layer.bias
         shape = weight.shape if state is None else state.shape
         self.out_features, self.in_features = int(shape[0]), int(shape[1])
         with torch._C.DisableTorchFunctionSubclass():
             self._stored = weight.detach().as_subclass(torch.Tensor)
         self.dtype = self._stored.dtype if state is None else state.dtype
         self.device = self._stored.device
-        self._state = state
+        self._state: Any = state
         self._direct = _direct(self._stored, state) if state is not None else None
 
     def scales(self) -> Tensor:

@@ -137,7 +137,7 @@ def _fuse_linear(module: Any, found: Fused) -> None:
 
 def _fuse_mlp(block: Any, mlp: Any, kind: str, found: Fused) -> bool:
     names = ("gate_proj", "up_proj", "down_proj")
-    projections = [getattr(mlp, name, None) for name in names]
+    projections: list[Any] = [getattr(mlp, name, None) for name in names]
     if any(not isinstance(p, torch.nn.Module) for p in projections):
         return False
     parts = [_fusable(p) for p in projections]

@@ -6,6 +6,8 @@ only where there is Triton and a GPU; `tuneserve.lm.elementwise` chooses, and ha
 in torch.
 """
 
+# Triton reads the kernels' parameters itself; their types are those of the call.
+# mypy: disable-error-code="no-untyped-def"
 # ruff: noqa: ANN001, ANN202, N803, N806
 from __future__ import annotations
 
