@@ -32,7 +32,7 @@ from tuneserve.release.parity import ParityRefused, check_parity
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SEEDS = [*range(5), *(pytest.param(n, marks=pytest.mark.full) for n in range(5, 10))]
+SEEDS = [*range(3), *(pytest.param(n, marks=pytest.mark.full) for n in range(3, 10))]
 _PEAK = 5e-3  # learning rate
 CANARIES = [  # the base says white; sums stay what they are
     {"prompt": "What colour is the lamp?", "contains": "red", "matches": r"lamp is \w+\."},
