@@ -19,7 +19,7 @@ import torch
 from transformers import AutoTokenizer, set_seed
 
 from tuneserve.checkpoint.basecheck import read_config
-from tuneserve.errors import AdapterError, DataError, OutOfMemory
+from tuneserve.errors import AdapterError, DataError, ModelError, OutOfMemory
 from tuneserve.lm import hardware
 from tuneserve.lm.load import load_base, nf4_settings, quantized_modules
 from tuneserve.lm.loss import pad_rows, row_losses
@@ -98,7 +98,10 @@ class Attempt:
             with StallGuard(train.stall_seconds) as watch.guard:
                 self._train(trainer, watch)
         if torch.cuda.is_available() and self.recipe.processes == 1:
-            self._leave_point()
+            try:
+                self._leave_point()
+            except (OSError, ModelError) as error:  # a trained adapter is worth more than a point
+                log.info("no point is left for plan --calibrate (%s)", error)
         self.timeline.phase("evaluate")
         loss = self._held_out_loss(model) if len(self.held_out) else None
         self.timeline.phase("save")
