@@ -42,6 +42,9 @@ def main() -> int:
     try:
         result = finetune_to_serve(run_file)
         store = Store(store_root(load_run_file(Path(run_file)).store.root))
+        if "evaluation" not in result["artifacts"]:  # refused before, and nothing changed since
+            console.print(result["note"], highlight=False)
+            return 4
         _compare(console, store, result)
     except TuneserveError as error:
         console.print(f"[bold red]error[/bold red]: {error}", highlight=False)

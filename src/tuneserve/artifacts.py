@@ -17,6 +17,7 @@ import os
 import shutil
 import socket
 import time
+import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,6 +96,20 @@ def fsync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+def _home_id(folder: Path, *, make: bool = False) -> str:
+    """What tells one TUNESERVE_HOME from another of the same path; empty where there is none."""
+    note = folder / "home-id"
+    if make and not note.exists():
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            with note.open("x", encoding="ascii") as stream:
+                stream.write(uuid.uuid4().hex)
+    try:
+        return note.read_text(encoding="ascii")
+    except OSError:
+        return ""
+
+
 class Store:
     """Artifacts in one local folder, shared safely by several processes."""
 
@@ -160,12 +175,12 @@ class Store:
         if not ids:
             return
         user = f"{socket.gethostname()}\n{home()}\n"
-        name = hashlib.sha256(user.encode()).hexdigest()[:16]
+        name = _home_id(home(), make=True)
         with contextlib.suppress(OSError):  # a store that is only read needs no notes
             for folder in (".used", ".users"):
                 (self.root / folder).mkdir(parents=True, exist_ok=True)
             users = self.root / ".users" / name
-            if not users.exists():
+            if name and not users.exists():
                 users.write_text(user, encoding="utf-8")
             for id in ids:
                 (self.root / ".used" / id).touch()
@@ -187,7 +202,8 @@ class Store:
         found = {home()}
         for user in sorted((self.root / ".users").glob("*")):
             host, path = user.read_text(encoding="utf-8").splitlines()
-            if not Path(path).is_dir():
+            # Hosts often use one path for homes of their own: the identity tells them apart.
+            if _home_id(Path(path)) != user.name:
                 if host == socket.gethostname():  # it was never made, or is gone with all in it
                     continue
                 raise InputError(

@@ -112,6 +112,12 @@ class StageCall:
             "versions": package_versions(self.interpreter(), spec.packages),
             "code": spec.code_version,
         }
+        if self.stage == "train" and self.run.train.keep == "best":
+            # Which step is kept depends on when and on how many rows it is evaluated.
+            key["keep"] = {
+                "train.eval_steps": self.run.train.eval_steps,
+                "gates.eval_rows": self.run.gates.eval_rows,
+            }
         if spec.uses_base:
             key["base"] = self._base_digest()
         if spec.uses_files:

@@ -93,8 +93,13 @@ def remove(store: Store, sweep: Sweep) -> None:
             shutil.rmtree(trash, ignore_errors=True)
             (store.root / id).rename(trash)  # never a half-removed artifact under its own name
         shutil.rmtree(trash, ignore_errors=True)
-    for name in sweep.leftovers:
-        shutil.rmtree(store.root / name, ignore_errors=True)
+    for name in list(sweep.leftovers):
+        with _try_lock(store, Path(name).name) as mine:
+            if mine:
+                shutil.rmtree(store.root / name, ignore_errors=True)
+            else:
+                sweep.busy.append(name)
+                del sweep.leftovers[name]
 
 
 def sweep_text(sweep: Sweep, *, removed: bool) -> str:

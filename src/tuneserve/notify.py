@@ -6,6 +6,7 @@ fields are for programs. A notification that cannot be delivered is logged and c
 
 from __future__ import annotations
 
+import http.client
 import json
 import logging
 import os
@@ -56,7 +57,7 @@ def notify(section: NotifySection, event: str, facts: Mapping[str, Any]) -> bool
             why = f"status {error.code}"
             if error.code < 500:
                 break
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             why = type(error).__name__  # its text may hold the URL, which is a secret
     log.warning("the webhook of %s did not take the notification: %s", section.url_env, why)
     return False

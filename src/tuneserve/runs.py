@@ -82,10 +82,8 @@ class Runs:
         """Every record that can be read, oldest first."""
         found = []
         for path in self.root.glob("*.json") if self.root.is_dir() else ():
-            try:
-                found.append(RunRecord(**json.loads(path.read_text(encoding="utf-8"))))
-            except (OSError, ValueError, TypeError) as error:
-                log.warning("%s cannot be read (%s)", path, error)
+            if record := self._read(path):
+                found.append(record)
         return sorted(found, key=lambda record: (record.started, record.id))
 
     def last_settled(self, served: str) -> RunRecord | None:
@@ -126,6 +124,9 @@ class Runs:
         for record in self.all():
             if record.state != "running" or not self._abandoned(record.id):
                 continue
+            record = self._read(self.root / f"{record.id}.json") or record
+            if record.state != "running":  # it ended between the two looks
+                continue
             record.state, record.ended = "stale", now()
             record.error = (
                 f"process {record.pid} on {record.host} was killed during {record.stage or 'start'}"
@@ -136,12 +137,20 @@ class Runs:
             found.append(record)
         return found
 
+    @staticmethod
+    def _read(path: Path) -> RunRecord | None:
+        try:
+            return RunRecord(**json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            log.warning("%s cannot be read (%s)", path, error)
+            return None
+
     def _lock(self, id: str) -> Path:
         return self.root / f"{id}.lock"
 
     def _abandoned(self, id: str) -> bool:
         try:
-            with self._lock(id).open("r") as stream:
+            with self._lock(id).open("r+") as stream:  # NFS wants a writer
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 
 from tuneserve.artifacts import Store
@@ -46,6 +47,8 @@ def nothing_to_do(run: RunFile, store: Store, last: RunRecord | None, digest: st
         return ""
     if any(store.find(id) is None for id in last.used):
         return ""
+    if _key_is_new(run):
+        return ""  # the release stage writes it down; all before is re-used
     same = f"nothing changed since run {last.id} of {last.ended}"
     serving, healthy = serving_now(run.serve.name)
     if last.state == "refused":
@@ -55,6 +58,17 @@ def nothing_to_do(run: RunFile, store: Store, last: RunRecord | None, digest: st
     if serving != last.release:
         return f"nothing to do: {same}; {serving} was put in place of {last.release} since"
     return f"nothing to do: {same}; {serving} serves"
+
+
+def _key_is_new(run: RunFile) -> bool:
+    """Whether the environment holds another API key than the endpoint takes under that name."""
+    from tuneserve.release.keys import read_keys
+    from tuneserve.release.layout import layout
+
+    name = run.serve.api_key_env
+    if not name or not os.environ.get(name) or not run_root().is_dir():
+        return False
+    return read_keys(layout().keys).get(name) != os.environ[name]
 
 
 def serving_now(name: str) -> tuple[str | None, bool]:

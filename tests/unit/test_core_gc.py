@@ -156,6 +156,11 @@ def test_a_store_that_others_use_is_not_swept_blindly(house: House, tmp_path: Pa
     users = house.store.root / ".users"
     users.mkdir()
     (users / "them").write_text(f"another-host\n{other.home}\n")
+    # A folder of that path is here, but it is not theirs: two hosts may use one path.
+    (other.home / "home-id").write_text("somebody else")
+    with pytest.raises(InputError, match="which cannot be seen here"):
+        survey(house.store, keep_days=14)
+    (other.home / "home-id").write_text("them")
     assert survey(house.store, keep_days=14).artifacts == {}
     (users / "them").write_text("another-host\n/nowhere/to/be/seen\n")
     with pytest.raises(InputError, match="which cannot be seen here"):
