@@ -98,6 +98,7 @@ STAGES: dict[str, StageSpec] = {
             inputs=("dataset",),
             sections=(*(f"train.{name}" for name in _TRAIN_FIELDS), "model.trust_remote_code"),
             packages=("torch", "transformers", "peft", "trl", "bitsandbytes"),
+            code_version=2,  # fused arithmetic, and an optimizer that holds one tensor
             uses_base=True,
         ),
         StageSpec(

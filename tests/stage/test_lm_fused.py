@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tuneserve.lm import fused
+from tuneserve.lm import elementwise, fused
 from tuneserve.lm.load import quiet_libraries
 from tuneserve.plan import fusedstep
 
@@ -192,6 +192,30 @@ def test_another_formula_is_seen() -> None:
     assert (found.linears, found.mlps) == (8, 0)
     assert "another formula" in next(iter(found.left))
     assert worst(step(model, recompute=True)[1], theirs) < 1e-5
+
+
+def test_looking_at_the_modules_packs_no_weight() -> None:
+    """bitsandbytes packs for AVX512-BF16 in a forward without gradients, and changes the scales."""
+    model = make(torch.float32, ATTENTION, nf4=True)
+    layers = [m for m in model.modules() if type(m).__name__ == "Linear4bit"]
+    for layer in layers:
+        layer.support_avx512bf16_for_cpu = True
+    from tuneserve.lm.fuse import fuse
+
+    fuse(model.eval())
+    for layer in layers:
+        state = layer.weight.quant_state
+        assert state.nested and not getattr(state, "packing_format_for_cpu", False)
+
+
+def test_heads_that_are_rotated_in_part_keep_their_own_function() -> None:
+    def theirs(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> tuple[Any, ...]:
+        return q * cos.shape[-1], k * unsqueeze_dim
+
+    q, k = torch.ones(1, 2, 3, 8), torch.ones(1, 1, 3, 8)
+    part = torch.ones(1, 3, 6)
+    rotated, other = elementwise.rotary_or(theirs)(q, k, part, part)
+    assert torch.equal(rotated, q * 6) and torch.equal(other, k)
 
 
 def test_adapters_can_still_be_switched_off() -> None:

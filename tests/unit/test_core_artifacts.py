@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from tuneserve.artifacts import Store, artifact_id, write_json_atomic
+from tuneserve.calls import StageCall
 from tuneserve.errors import InputError
+from tuneserve.runfile import parse_run
 
 FACTS = {
     "key": {},
@@ -181,3 +183,23 @@ def test_json_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
         write_json_atomic(path, {"a": float("nan")})
     assert json.loads(path.read_text()) == {"a": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["state.json"]
+
+
+def test_the_kept_step_and_what_it_depends_on_make_another_adapter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(StageCall, "_base_digest", lambda self: "base")
+
+    def key(keep: str, steps: int, rows: int) -> str:
+        spec = {
+            "name": "r",
+            "model": {"base": "a/b"},
+            "data": {"train": "x.jsonl"},
+            "train": {"keep": keep, "eval_steps": steps},
+            "gates": {"eval_rows": rows},
+        }
+        return json.dumps(StageCall("train", parse_run(spec)).key(), sort_keys=True)
+
+    keys = [key("last", 20, 64), key("best", 20, 64), key("best", 10, 64), key("best", 20, 32)]
+    assert len(set(keys)) == 4
+    assert key("last", 10, 32) == keys[0]  # nothing is chosen, so when it is looked at is the same

@@ -146,6 +146,17 @@ def test_the_champion_is_compared_by_the_byte() -> None:
     assert strict.decision == "refused" and strict.would_pass == "gates.max_over_champion: 0.01"
 
 
+def test_a_champion_that_took_few_of_the_rows_bars_nobody() -> None:
+    nats = {"champion": np.full(3, 1.0), "served": np.full(3, 9.0)}
+    found = Evidence(
+        SOURCES, np.full(20, 10.0), {"served": np.full(20, 1.0)},
+        answer_sources=SOURCES[:3], answer_bytes=np.full(3, 50.0), answer_nats=nats,
+    )  # fmt: skip
+    report = judge(GatesSection(min_conversations=8), found)
+    assert not report.refused
+    assert any("it could take 3 of 20 held-out conversations" in why for why in report.skipped)
+
+
 def test_what_was_not_measured_is_said() -> None:
     report = judge(GatesSection(), evidence(served=1.0))
     assert len(report.skipped) == 6 and not report.gates

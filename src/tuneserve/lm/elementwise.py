@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -97,6 +98,27 @@ def rotary(
         raise ValueError("rotary: angles of [batch, tokens, size] wanted")
     rotated: tuple[torch.Tensor, torch.Tensor] = _Rotate.apply(q, k, cos, sin)
     return rotated
+
+
+def rotary_or(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """`rotary` where the angles fill a head, else the family's own function.
+
+    Phi, GPT-NeoX and others rotate a part of each head: their angles say so only when they come.
+    """
+
+    def either(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        unsqueeze_dim: int = 1,
+    ) -> Any:
+        if unsqueeze_dim != 1 or cos.shape[-1] != q.shape[-1] or cos.stride(-1) != 1:
+            return theirs(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+        return rotary(q, k, cos, sin)
+
+    either.fused = True  # type: ignore[attr-defined]
+    return either
 
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, scale: float) -> torch.Tensor:

@@ -170,6 +170,8 @@ def _fuse_mlp(block: Any, mlp: Any, kind: str, found: Fused) -> bool:
 
 def _keep(block: Any, *, lean: bool) -> Keep:
     """What the block's MLP has to keep in the pass that is under way."""
+    if not torch.is_grad_enabled():
+        return Keep.INPUT
     if not (getattr(block, "gradient_checkpointing", False) and block.training):
         return Keep.ACTIVATIONS
     # A checkpointed block is computed again from inside the backward pass.
@@ -182,12 +184,15 @@ def _agree(plain: Any, fused: Any, module: Any, width: int) -> bool:
     dtype, device = _type_of(module)
     generator = torch.Generator("cpu").manual_seed(0)
     x = torch.randn(1, _PROBE_ROWS, width, generator=generator).to(device, dtype)
-    with torch.no_grad():
+    # With gradients: without, bitsandbytes packs the weights anew on CPUs that have AVX512-BF16,
+    # and what the fused form keeps of them would be wrong from then on.
+    x.requires_grad_()
+    with torch.enable_grad():
         try:
-            ours = fused(x).float()
+            ours = fused(x).detach().float()
         except (RuntimeError, ValueError, TypeError, AttributeError):
             return False
-        theirs = plain(x).float()
+        theirs = plain(x).detach().float()
     error = (ours - theirs).norm() / theirs.norm().clamp(min=1e-30)
     return bool(error <= _TOLERANCE.get(dtype, 1e-5))
 
@@ -239,8 +244,8 @@ def _fuse_rotary(model: Any, found: Fused) -> None:
     for source in sources:
         module = sys.modules.get(source)
         theirs = getattr(module, "apply_rotary_pos_emb", None)
-        if theirs is None or theirs is elementwise.rotary:
-            found.rotary |= theirs is elementwise.rotary
+        if theirs is None or getattr(theirs, "fused", False):
+            found.rotary |= theirs is not None
             continue
         try:
             pairs = zip(elementwise.rotary(q, k, cos, sin), theirs(q, k, cos, sin), strict=True)
@@ -248,5 +253,5 @@ def _fuse_rotary(model: Any, found: Fused) -> None:
         except (RuntimeError, ValueError, TypeError):
             continue
         if max(errors) <= _TOLERANCE.get(dtype, 1e-5):
-            module.apply_rotary_pos_emb = elementwise.rotary  # type: ignore[union-attr]
+            module.apply_rotary_pos_emb = elementwise.rotary_or(theirs)  # type: ignore[union-attr]
             found.rotary = True

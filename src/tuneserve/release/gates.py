@@ -389,6 +389,12 @@ def _champion(config: GatesSection, evidence: Evidence) -> Gate | str | None:
         return None
     if not evidence.answer_bytes.sum():
         return "not worse than the champion: no held-out answer has any text"
+    compared, held_out = len(set(evidence.answer_sources)), len(set(evidence.sources))
+    if compared < config.min_conversations <= held_out:
+        return (
+            f"not worse than the champion: it could take {compared} of {held_out} held-out "
+            "conversations, too few to compare"
+        )
     columns = {"bytes": evidence.answer_bytes, **evidence.answer_nats}
     draws = Resampled(
         evidence.answer_sources, columns, seed=config.seed, confidence=config.confidence

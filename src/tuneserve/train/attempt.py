@@ -235,7 +235,9 @@ class Attempt:
         step, config = self._as_planned()
         process = first_gpu()
         mine = [p.used_bytes for p in process.processes if p.pid == os.getpid()] if process else []
-        calibrate.record(config, step, torch.cuda.max_memory_reserved(), mine[0] if mine else None)
+        peak = torch.cuda.max_memory_reserved()
+        outside = mine[0] - torch.cuda.memory_reserved() if mine else 0  # the context and libraries
+        calibrate.record(config, step, peak, peak + outside if outside > 0 else None)
 
     def _as_planned(self) -> tuple[Step, dict[str, Any]]:
         """The step as the plan has it, and the base's config."""
@@ -320,6 +322,9 @@ def _idle_optimizer_step(trainer: RowTrainer) -> None:
     optimizer = trainer.create_optimizer()
     for group in optimizer.param_groups:
         group["lr"] = 0.0
+    for parameter in trainer.model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.zero_()  # 0 times a gradient that is not finite would reach the weights
     optimizer.step()
     trainer.optimizer = None
 

@@ -35,7 +35,6 @@ class HostCheckpoints:
         self._device = device
         self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._held: list[_Held] = []
-        self._free: dict[tuple[Any, ...], list[torch.Tensor]] = {}
 
     def around(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
         """A checkpointing function whose inputs are held here."""
@@ -49,12 +48,10 @@ class HostCheckpoints:
     def _pack(self, tensor: torch.Tensor) -> Any:
         if not tensor.is_cuda or tensor.nbytes < _WORTH_BYTES or not tensor.is_contiguous():
             return tensor
-        key = (tuple(tensor.shape), tensor.dtype)
-        spare = self._free.setdefault(key, [])
-        host = spare.pop() if spare else torch.empty(*key[:1], dtype=key[1], pin_memory=True)
+        # torch's allocator gives a block again once the copies that it was used in are done.
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         now = torch.cuda.current_stream(self._device)
         self._out.wait_stream(now)
-        self._out.wait_stream(self._in)  # the buffer may still be read from
         with torch.cuda.stream(self._out):
             host.copy_(tensor, non_blocking=True)
             copied = self._out.record_event()
@@ -72,7 +69,6 @@ class HostCheckpoints:
         del self._held[packed.number :]
         assert packed.back is not None
         torch.cuda.current_stream(self._device).wait_event(packed.arrived)
-        self._free[tuple(packed.host.shape), packed.host.dtype].append(packed.host)
         tensor, packed.back = packed.back, None
         return tensor
 

@@ -222,6 +222,8 @@ def attempt(
     except BaseException:
         note("ended")  # by itself, so it was not killed for its memory
         raise
+    if collective.rank() == 0:  # it ended by itself, so the next call has nothing to conclude
+        (context.work / _RUNG).unlink(missing_ok=True)
     # Outside of the handler, or the error's traceback would keep the model alive.
     release_memory()
     return None, why
