@@ -31,10 +31,10 @@ check: venv
 	@.venv/bin/mypy
 
 test: check
-	@$(PY) -m pytest -m "not full" --durations=15
+	@$(PY) -m pytest -m "not full" --durations=15 --ignore=tests/gpu
 
 test-full: check
-	@$(PY) -m pytest --durations=30
+	@$(PY) -m pytest --durations=30 --ignore=tests/gpu  # tests/gpu needs a GPU: python -m pytest tests/gpu
 
 clean:
 	rm -rf .tuneserve .pytest_cache .ruff_cache .mypy_cache build *.egg-info
