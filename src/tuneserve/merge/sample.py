@@ -221,10 +221,10 @@ def _through_nf4(weight: Any, settings: dict[str, Any]) -> Any:
 
 
 def _serve() -> None:
-    os.nice(10)  # there is time until the merge is written, and that needs the cores
     for name in _UNNEEDED:
         sys.modules[name] = None  # type: ignore[assignment] # Python's way to make one absent
     # The slow imports, while the merge still runs.
+    import peft.tuners.lora  # noqa: F401
     import transformers.pytorch_utils  # noqa: F401
 
     for name in _UNNEEDED:
