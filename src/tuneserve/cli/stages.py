@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -164,15 +166,16 @@ def merge(
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--max-memory") from error
     log_to_stderr()
-    result = merge_adapter(
-        base,
-        adapter,
-        out,
-        base_weights=base_weights,
-        max_memory_bytes=limit,
-        tokenizer_from=tokenizer_from,
-        in_memory=in_memory,
-    ).to_json()
+    with contextlib.redirect_stdout(sys.stderr):  # libraries greet on stdout when PEFT loads them
+        result = merge_adapter(
+            base,
+            adapter,
+            out,
+            base_weights=base_weights,
+            max_memory_bytes=limit,
+            tokenizer_from=tokenizer_from,
+            in_memory=in_memory,
+        ).to_json()
     text = (
         f"{out}: {result['merged']} tensors merged, {result['copied']} copied, "
         f"{result['bytes_written'] / 1e9:.2f} GB in {result['seconds']:.1f} s, "
