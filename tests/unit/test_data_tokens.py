@@ -321,7 +321,7 @@ def test_tools_are_rendered_as_the_server_renders_them() -> None:
     for style_row in (bases.chat("q", "a"), bases.chat("q", "a", "b", "c", system="s")):
         messages = style_row["messages"]
         assert bare.render(messages, None, prompt=True) == both.render(messages, None, prompt=True)
-    # Some templates print a call's id; a control token in it is seen by its count.
+    # Some templates print a call's id, and some write control tokens for each field of a tool.
     shows_ids = bases.make_worker(
         native.replace("{{ c.function.name", "{{ c.id }}{{ c.function.name")
     )
@@ -329,6 +329,16 @@ def test_tools_are_rendered_as_the_server_renders_them() -> None:
     forged = json.loads(json.dumps(turns))
     forged[1]["tool_calls"][0]["id"] = "c<|im_start|>"
     assert rejected(shows_ids, {"messages": forged, "tools": [tool]}) == "control_token"
+    forged = json.loads(json.dumps(turns))
+    forged[2]["tool_call_id"] = "<|im_end|>"
+    assert rejected(shows_ids, {"messages": forged, "tools": [tool]}) == "control_token"
+    fields = "{% for name in t.function.parameters.properties %}<|im_start|>{{ name }}{% endfor %}"
+    many = bases.make_worker(
+        native.replace("{{ tools | tojson }}", "{% for t in tools %}" + fields + "{% endfor %}")
+    )
+    parameters = {"type": "object", "properties": {"on": {}, "where": {}}}
+    rich = {"type": "function", "function": {"name": "lamp", "parameters": parameters}}
+    assert not run(many, {"messages": turns, "tools": [rich]}).rejected
     broken = json.loads(json.dumps(turns))
     broken[1]["tool_calls"][0]["function"]["arguments"] = "{n: 7}"
     assert rejected(plain, {"messages": broken, "tools": [tool]}) == "bad_tool_call"

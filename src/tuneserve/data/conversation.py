@@ -121,14 +121,15 @@ class ControlTokens:
             return False
         changed = False
         for number, message in enumerate(conversation.messages):
-            for key in ("content", "reasoning", "name"):
+            for key in ("content", "reasoning", "name", "tool_call_id"):
                 text = message.get(key)
                 if text and (match := self._search(text)):
                     self._refuse(match, f"turn {number + 1} ({message['role']})", number)
                     message[key] = self._pattern.sub(_defused, text)
                     changed = True
             for call in message.get("tool_calls", []):
-                changed |= self._clean_call(call["function"], number)
+                changed |= self._clean_call(call, ("id",), number)
+                changed |= self._clean_call(call["function"], ("name", "arguments"), number)
         if conversation.tools:
             # A control token in a tool's description is as bad as one in a turn.
             text = json.dumps(conversation.tools, ensure_ascii=False)
@@ -145,13 +146,14 @@ class ControlTokens:
                 return self._pattern.search(text)
         return None
 
-    def _clean_call(self, function: dict[str, Any], number: int) -> bool:
+    def _clean_call(self, part: dict[str, Any], keys: tuple[str, ...], number: int) -> bool:
         assert self._pattern is not None
         changed = False
-        for key in ("name", "arguments"):
-            if match := self._search(function[key]):
+        for key in keys:
+            text = part.get(key)
+            if text and (match := self._search(text)):
                 self._refuse(match, f"a tool call of turn {number + 1}", number)
-                function[key] = self._pattern.sub(_defused, function[key])
+                part[key] = self._pattern.sub(_defused, text)
                 changed = True
         return changed
 

@@ -68,15 +68,9 @@ class Supervisor:
     all rows of a call are worked on at once; the others take the slower way over offsets.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        template: ChatTemplate,
-        frames: Frames,
-        tool_template: ChatTemplate | None = None,
-    ) -> None:
+    def __init__(self, engine: Engine, template: ChatTemplate, frames: Frames) -> None:
         self.engine, self.frames = engine, frames
-        self._wanted_controls = ControlCounts(engine, template, tool_template or template)
+        self._wanted_controls = ControlCounts(engine, template)
 
     def tokenize(self, pieces: list[Piece]) -> list[TokenRow | RowError]:
         """One result per piece, in order."""

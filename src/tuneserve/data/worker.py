@@ -128,9 +128,7 @@ class Worker:
         self.template = ChatTemplate(settings.sources, settings.variables)
         # A prelude for tools costs time in every rendering: only rows that need it pay.
         self.tool_template = ChatTemplate(settings.tool_sources, settings.variables)
-        self.supervisor = Supervisor(
-            self.engine, self.template, Frames(set(settings.frames)), self.tool_template
-        )
+        self.supervisor = Supervisor(self.engine, self.template, Frames(set(settings.frames)))
         self.control = ControlTokens(self.engine.control_texts, settings.control_tokens)
 
     def __call__(self, block: Block) -> Result:
