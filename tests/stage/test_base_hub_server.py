@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import yaml
 
+from model_shapes import QWEN2_7B
+
 COMMIT, OLD = "c0ffee" + "0" * 34, "0ddba11" + "0" * 33
 LARGE = 24 * 2**20
 CARD = b"""---
@@ -26,18 +28,6 @@ license_link: https://lamp.invalid/l
 ---
 # Lamp
 """
-SHAPE = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_size": 3584,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "intermediate_size": 18944,
-    "vocab_size": 152064,
-    "max_position_embeddings": 32768,
-    "tie_word_embeddings": False,
-}
 
 
 def content(name: str, commit: str) -> bytes:
@@ -46,7 +36,7 @@ def content(name: str, commit: str) -> bytes:
         block = hashlib.sha256(name.encode()).digest()
         return block * (LARGE // len(block))
     if name == "config.json":
-        return json.dumps({**SHAPE, "revision": commit}).encode()
+        return json.dumps({**QWEN2_7B, "revision": commit}).encode()
     return CARD if name == "README.md" else b"{}"
 
 
@@ -221,6 +211,7 @@ def hub() -> Iterator[Hub]:
 
 SCRIPT = """
 import json, logging, sys
+from model_shapes import QWEN2_7B as SHAPE
 from tuneserve.checkpoint.hub import download
 from tuneserve.checkpoint.licence import base_licence
 from tuneserve.errors import TuneserveError

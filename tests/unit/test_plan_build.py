@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from model_shapes import QWEN2_7B
 from tuneserve.config import RunFile
 from tuneserve.errors import DiskFull, OutOfMemory, RunFileError
 from tuneserve.plan import plan_run
@@ -21,18 +22,6 @@ from tuneserve.runfile import parse_run
 from tuneserve.stages import StageContext
 
 GIB = 2**30
-QWEN2_7B = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_size": 3584,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "intermediate_size": 18944,
-    "vocab_size": 152064,
-    "max_position_embeddings": 32768,
-    "tie_word_embeddings": False,
-}
 ROWS = DataShape((2048,) * 64)
 RECOMPUTED = {"gradient_checkpointing": True}
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from model_shapes import QWEN2_7B
 from tuneserve.errors import RunFileError
 from tuneserve.parallel import ServedShape, key_value_share, tensor_parallel_problems
 from tuneserve.plan import checks
@@ -18,18 +19,6 @@ from tuneserve.plan.rows import DataShape
 from tuneserve.runfile import parse_run
 
 GIB = 2**30
-QWEN2_7B = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_size": 3584,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "intermediate_size": 18944,
-    "vocab_size": 152064,
-    "max_position_embeddings": 32768,
-    "tie_word_embeddings": False,
-}
 QWEN2 = ServedShape(28, 4, 128, 18944, 152064)
 SMOLLM2 = ServedShape(9, 3, 64, 1536, 49152)
 # r (3584 + 3584) for q and o, r (3584 + 512) for k and v, r (3584 + 18944) three times, 28 layers
