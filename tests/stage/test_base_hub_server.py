@@ -211,7 +211,6 @@ def hub() -> Iterator[Hub]:
 
 SCRIPT = """
 import json, logging, sys
-from model_shapes import QWEN2_7B as SHAPE
 from tuneserve.checkpoint.hub import download
 from tuneserve.checkpoint.licence import base_licence
 from tuneserve.errors import TuneserveError
