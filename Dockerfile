@@ -3,6 +3,8 @@
 #   docker build --target pipeline -t tuneserve-pipeline .   a Prefect worker and the flow's jobs
 #   docker build --target serve    -t tuneserve-serve .      the gateway and the vLLM servers
 # For a machine without a GPU: --build-arg ACCEL=cpu.
+# Not built where it was written (no Docker there): linted, and every path and version it names is
+# tested to exist (tests/unit/test_deploy_files.py).
 
 FROM python:3.11.14-slim-bookworm AS build
 ARG ACCEL=cuda
