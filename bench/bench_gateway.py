@@ -4,7 +4,8 @@
 
 Latency is measured against a real HTTP server that answers after exactly 10 ms, throughput against
 vLLM; each request or round through the gateway has one straight to the server's socket beside it,
-in turns, and medians are compared. Without `--model` a tiny trained Llama is served.
+in turns, and medians are compared. Then a rollback to a warm release and a switch that holds
+requests, under load. Without `--model` a tiny trained Llama is served. About six minutes.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -33,7 +35,7 @@ import httpx
 
 from tuneserve.artifacts import write_json_atomic
 from tuneserve.config import GatesSection, ServeSection
-from tuneserve.release import control, gateway
+from tuneserve.release import address, control, gateway
 from tuneserve.release.layout import layout, point
 from tuneserve.release.request import ReleaseRequest
 from tuneserve.release.stage import release
@@ -86,7 +88,7 @@ def bare_gateway(folder: Path) -> Iterator[tuple[str, Path]]:
     (server_folder / "id").write_text("r0")
     point(places.name_link("bench"), "../r/r0")
     point(places.default_link, "n/bench")
-    listen = gateway.listen_for("127.0.0.1", free_port(), {}, hold_seconds=30)
+    listen = address.listen_for("127.0.0.1", free_port(), {}, hold_seconds=30)
     config = places.conf / "gateway.json"
     write_json_atomic(config, gateway.caddy_config(places, listen))
     command = [sys.executable, __file__, "--constant-server", str(server_folder / "s")]
@@ -97,7 +99,7 @@ def bare_gateway(folder: Path) -> Iterator[tuple[str, Path]]:
         subprocess.Popen(caddy, stdout=quiet, stderr=quiet) as process,
     ):
         try:
-            while not (gateway.answers(listen) and (server_folder / "s").exists()):
+            while not (address.answers(listen) and (server_folder / "s").exists()):
                 time.sleep(0.05)
             yield listen.base_url, server_folder / "s"
         finally:
@@ -166,18 +168,66 @@ async def throughput(url: str, socket_path: Path, pairs: int, seconds: float) ->
     }
 
 
-def switch_time(model: Path, port: int) -> dict[str, Any]:
-    """Seconds from the order to roll back to a warm release until it answers."""
-    serve = ServeSection(port=port, max_model_len=512, temperature=0.0)
-    hints = {"keep_warm": True}
-    request = ReleaseRequest(model, serve=serve, gates=GatesSection(), hints=hints)
+class Clients:
+    """Eight clients that never rest, to see what a switch does to their requests."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.seconds: list[float] = []
+        self.failed = 0
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._work) for _ in range(8)]
+
+    def __enter__(self) -> Clients:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self) -> None:
+        with httpx.Client(timeout=290) as client:
+            while not self._stop.is_set():
+                started = time.perf_counter()
+                answer = client.post(f"{self.url}/chat/completions", json={**BODY, "max_tokens": 4})
+                self.failed += answer.status_code != 200
+                self.seconds.append(time.perf_counter() - started)
+
+
+def switches(model: Path, port: int) -> dict[str, Any]:
+    """A rollback to a warm release, and a release that stops the other first (`hold`), under
+    load: how long each takes, and what the clients saw of it."""
+
+    def request(**changes: Any) -> ReleaseRequest:
+        serve = ServeSection(port=port, max_model_len=512, **changes)
+        return ReleaseRequest(model, serve=serve, gates=GatesSection())
+
     before = control.status()["names"]["default"]["release"]
-    made = release(request)
-    started = time.perf_counter()
-    control.rollback()
-    seconds = time.perf_counter() - started
+    made = release(request(temperature=0.0, keep_warm=True))
+    with Clients(made["endpoint"]) as rolled:
+        time.sleep(2.0)
+        started = time.perf_counter()
+        control.rollback()
+        warm = time.perf_counter() - started
     assert control.status()["names"]["default"]["release"] == before != made["release"]
-    return {"warm_rollback_seconds": seconds, "cold_start_seconds": made["seconds_to_ready"]}
+    with Clients(made["endpoint"]) as held:
+        time.sleep(2.0)
+        started = time.perf_counter()
+        release(request(temperature=0.1, rollout="hold"))
+        cold = time.perf_counter() - started
+    return {
+        "cold_start_seconds": made["seconds_to_ready"],
+        "warm_rollback_seconds": warm,
+        "warm_rollback_longest_wait_seconds": max(rolled.seconds),
+        "hold_release_seconds": cold,
+        "hold_requests_held": sum(seconds > 2.0 for seconds in held.seconds),
+        "hold_longest_wait_seconds": max(held.seconds),
+        "switch_requests": len(rolled.seconds) + len(held.seconds),
+        "switch_requests_failed": rolled.failed + held.failed,
+    }
 
 
 def tiny_model() -> Path:
@@ -204,18 +254,18 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="tsb-"))
     os.environ["TUNESERVE_HOME"] = str(folder / "home")
     try:
-        found: dict[str, Any] = added_latency(folder / "bare", 300 if options.quick else 2000)
+        found: dict[str, Any] = added_latency(folder / "bare", 300 if options.quick else 1500)
         print(json.dumps(found), file=sys.stderr)
         model, port = options.model or tiny_model(), free_port()
         serve = ServeSection(port=port, max_model_len=512)
         made = release(ReleaseRequest(model.absolute(), serve=serve, gates=GatesSection()))
         socket_path = layout().socket(made["release"])
-        pairs, seconds = (3, 4.0) if options.quick else (9, 20.0)
+        pairs, seconds = (3, 4.0) if options.quick else (9, 10.0)
         found |= asyncio.run(
             throughput(made["endpoint"].removesuffix("/v1"), socket_path, pairs, seconds)
         )
         if not options.quick:
-            found |= switch_time(model.absolute(), port)
+            found |= switches(model.absolute(), port)
     finally:
         control.down()
         shutil.rmtree(folder, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from typing import Any
 
 from tuneserve.errors import InputError, ServerError
@@ -36,8 +37,15 @@ def ask_endpoint(
         endpoint = f"{endpoint.removesuffix('/v1')}/{name}/v1"
     # On this machine the key file is ours to read: no need to type a key here.
     known = read_keys(layout().keys)
+    trusted = found.get("tls_root")
     client = openai.OpenAI(
-        base_url=endpoint, api_key=next(iter(known.values()), "none"), max_retries=0, timeout=300
+        base_url=endpoint,
+        api_key=next(iter(known.values()), "none"),
+        max_retries=0,
+        timeout=300,
+        http_client=openai.DefaultHttpxClient(verify=ssl.create_default_context(cafile=trusted))
+        if trusted
+        else None,
     )
     try:
         reply = client.chat.completions.create(

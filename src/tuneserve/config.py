@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from tuneserve.endpoint import ServeSection as ServeSection
 from tuneserve.parallel import check_zero, refuse_other_sharding
 from tuneserve.policy import BudgetSection, NotifySection, OverlapSection
 from tuneserve.section import Section
@@ -290,59 +291,6 @@ class QuantizeSection(Section):
         if value not in (-1, 32, 64, 128):
             raise ValueError(f"{value} is not served by vLLM; use 32, 64, 128 or -1")
         return value
-
-
-class ServeSection(Section):
-    """The endpoint."""
-
-    name: str = Field(
-        "default", pattern=r"^[a-z0-9][a-z0-9-]{0,31}$", description="Served name; also /NAME/v1."
-    )
-    host: str = Field(
-        "127.0.0.1", description="Address the gateway listens on; other than loopback needs a key."
-    )
-    port: int = Field(8080, ge=1, le=65535, description="Port of the gateway.")
-    api_key_env: str | None = Field(
-        None,
-        description="Environment variable that holds the API key clients must send; the "
-        "key itself never here.",
-    )
-    max_model_len: int | None = Field(
-        None,
-        ge=16,
-        description="Longest prompt plus answer in tokens; unset: what the plan and model allow.",
-    )
-    rollout: Literal["blue_green", "hold"] = Field(
-        "blue_green",
-        description="Start the candidate beside the champion, or stop first while requests wait.",
-    )
-    tensor_parallel: int = Field(
-        1,
-        ge=1,
-        description="GPUs of this machine that one server is spread over (vLLM's tensor "
-        "parallelism); heads, KV heads and 4-bit groups must divide by it.",
-    )
-    while_training: Literal["share", "stop"] = Field(
-        "share", description="What the serving model does while a retrain uses the same card."
-    )
-    max_concurrent_chats: int = Field(
-        8, ge=1, description="Chats of full length that the KV cache has room for."
-    )
-    ready_timeout_seconds: int = Field(
-        900, ge=10, description="How long a server may take to become ready."
-    )
-    drain_timeout_seconds: int = Field(
-        120, ge=0, description="How long running answers may take at a switch."
-    )
-    temperature: float | None = Field(
-        None, ge=0, description="Default sampling temperature; unset: the model's own."
-    )
-    top_p: float | None = Field(
-        None, gt=0, le=1, description="Default nucleus mass; unset: the model's own."
-    )
-    tool_parser: str | None = Field(
-        None, description="vLLM tool-call parser, needed when the data has tool calls."
-    )
 
 
 class EngineSection(Section):

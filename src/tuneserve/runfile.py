@@ -168,6 +168,13 @@ def _absolute(run: RunFile, folder: Path) -> RunFile:
                     "eval": [place(p) for p in run.data.eval],
                 }
             ),
+            "serve": run.serve.model_copy(
+                update={
+                    field: place(path)
+                    for field in ("tls_certificate", "tls_key")
+                    if (path := getattr(run.serve, field))
+                }
+            ),
             "engines": run.engines.model_copy(update=engines),
             "store": run.store.model_copy(
                 update={"root": place(run.store.root) if run.store.root else None}

@@ -79,9 +79,10 @@ def test_kill_9_at_every_step_of_a_release(house: House, rollout: str) -> None:
     raise AssertionError("the release never came to its end")
 
 
-def test_kill_9_at_every_step_of_a_promotion(house: House) -> None:
+@pytest.mark.parametrize("rollout", ["blue_green", pytest.param("hold", marks=pytest.mark.full)])
+def test_kill_9_at_every_step_of_a_promotion(house: House, rollout: str) -> None:
     first = release(house.request("a"))["release"]
-    second = release(house.request("b"))["release"]
+    second = release(house.request("b", rollout=rollout))["release"]
     target = first
     for step in range(20):
         status = run_and_kill(step, "promote", target)

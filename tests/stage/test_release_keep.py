@@ -8,14 +8,19 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import release_stub as stub
+from release_house import House, processes_of, wait_for
+from tuneserve.release import control, state
 from tuneserve.release.layout import layout
-from tuneserve.release.supervisor import Keeper
+from tuneserve.release.stage import release
+from tuneserve.release.supervisor import Keeper, server_program
 from tuneserve.release.wrapper import process_start
 
 
@@ -47,3 +52,41 @@ def test_the_keeper_is_there_until_sigterm_and_comes_back_when_killed(home: Path
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0
     assert not keeper.running() and process_start(second) is None
+
+
+def test_a_machine_that_restarts_serves_again_and_ends_cleanly_while_servers_load(
+    house: House,
+) -> None:
+    made = release(house.request("a"))["release"]
+    # The machine goes: everything at once, sockets and process files stay behind.
+    pid = int((layout().root / "supervisord.pid").read_text())
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not processes_of(house.folder))
+    stub.make_model(house.folder / "a", start_seconds=60)
+    program = server_program(made)
+    command = [sys.executable, "-m", "tuneserve", "keep"]
+
+    loading = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: Keeper(layout()).members(program))
+    asked = time.monotonic()
+    loading.send_signal(signal.SIGTERM)
+    loading.send_signal(signal.SIGTERM)  # an impatient hand
+    _, said = loading.communicate(timeout=30)
+    assert loading.returncode == 0, said
+    assert time.monotonic() - asked < 15
+    assert "SIGTERM: ending the servers" in said and program in said.splitlines()[-1]
+    assert not processes_of(house.folder)
+    assert state.read(layout()).names["default"].wanted == "up"
+
+    stub.make_model(house.folder / "a", start_seconds=0, token_seconds=0.1)
+    serving = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: control.status()["names"]["default"]["state"] == "serving")
+    answers: list[int] = []
+    asking = threading.Thread(target=lambda: answers.append(house.chat(15).status_code))
+    asking.start()
+    wait_for(lambda: control.status()["names"]["default"]["requests_running"] == 1)
+    serving.send_signal(signal.SIGTERM)
+    asking.join()
+    _, said = serving.communicate(timeout=30)
+    assert (serving.returncode, answers) == (0, [200]), said
+    assert not processes_of(house.folder)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import pickle
-import signal
-import socket
+import re
 import subprocess
 import sys
 import threading
@@ -26,15 +23,14 @@ from tuneserve.errors import (
     GateRefused,
     InputError,
     OutOfMemory,
-    PortTaken,
     RunFileError,
     ServerError,
 )
 from tuneserve.release import control, state
 from tuneserve.release.layout import current_release, layout
 from tuneserve.release.stage import release
+from tuneserve.release.status_text import status_text
 from tuneserve.release.supervisor import GATEWAY, server_program
-from tuneserve.release.wrapper import session_members
 from tuneserve.runfile import parse_run
 
 
@@ -212,90 +208,11 @@ def test_hold_keeps_requests_waiting_and_restores_the_champion(house: House) -> 
     assert state.read(layout()).names["default"].promoting is None
 
 
-def test_a_taken_port_is_found_before_anything_is_started(house: House) -> None:
-    code = f"import socket,time; s=socket.create_server(('127.0.0.1',{house.port})); time.sleep(60)"
-    stranger = subprocess.Popen([sys.executable, "-c", code])
-    try:
-        wait_for(lambda: _listens(house.port))
-        with pytest.raises(PortTaken, match=f"process {stranger.pid}"):
-            release(house.request())
-    finally:
-        stranger.kill()
-        stranger.wait()
-    assert not keeper().running()
-    assert state.read(layout()).releases == {}
-
-
-def _listens(port: int) -> bool:
-    with contextlib.suppress(OSError):
-        socket.create_connection(("127.0.0.1", port), timeout=1).close()
-        return True
-    return False
-
-
 def test_a_second_release_of_the_name_is_refused_with_its_holder(house: House) -> None:
     with state.lock_name(layout(), "default", "releasing something"):
         with pytest.raises(DeviceBusy, match=rf"process {os.getpid()} \(releasing something"):
             release(house.request())
     assert not keeper().running()
-
-
-def test_a_killed_api_process_ends_its_group_and_comes_back(house: House) -> None:
-    made = release(house.request(behaviour={"engine": True, "token_seconds": 0.2}))["release"]
-    program = server_program(made)
-    session = keeper()._session(program)
-    assert session is not None and len(session_members(session)) == 2
-    results: list[tuple[int, float]] = []
-
-    def ask() -> None:
-        results.append((house.chat(100).status_code, time.monotonic()))
-
-    asking = threading.Thread(target=ask)
-    asking.start()
-    wait_for(lambda: control.status()["names"]["default"]["requests_running"] == 1)
-    os.kill(session, signal.SIGKILL)
-    killed = time.monotonic()
-    held = house.chat(1)  # sent while nobody listens: held, then answered by the restarted server
-    asking.join()
-    assert results[0][0] == 502 and results[0][1] - killed < 2
-    assert held.status_code == 200
-    assert not session_members(session)
-
-
-def test_a_dead_engine_is_noticed_and_restarted(house: House) -> None:
-    made = release(house.request(behaviour={"engine": True}))["release"]
-    program = server_program(made)
-    session = keeper()._session(program)
-    assert session is not None
-    engine = next(pid for pid in session_members(session) if pid != session)
-    os.kill(engine, signal.SIGKILL)
-    wait_for(lambda: keeper()._session(program) != session and house.chat(1).is_success, 40)
-    assert not session_members(session)
-
-
-def test_killed_gateway_comes_back(house: House) -> None:
-    release(house.request())
-    session = keeper()._session(GATEWAY)
-    assert session is not None
-    os.kill(session, signal.SIGKILL)
-
-    def answers() -> bool:
-        with contextlib.suppress(httpx.HTTPError):
-            return house.chat().is_success
-        return False
-
-    wait_for(answers)
-
-
-def test_a_killed_supervisord_leaves_nobody_and_up_restores(house: House) -> None:
-    made = release(house.request(behaviour={"engine": True}))["release"]
-    pid = int((layout().root / "supervisord.pid").read_text())
-    os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: not processes_of(house.folder))
-    assert control.status()["endpoint"] is None
-    restored = control.up()
-    assert restored["names"]["default"]["state"] == "serving"
-    assert house.chat().headers["x-tuneserve-release"] == made
 
 
 def test_two_names_share_the_gateway(house: House) -> None:
@@ -337,66 +254,89 @@ def test_rollback_without_history_says_so(house: House) -> None:
         control.rollback()
 
 
-RELEASE = [
-    sys.executable,
-    "-c",
-    "import pickle, sys; from tuneserve.release.stage import release; "
-    "release(pickle.loads(bytes.fromhex(sys.argv[1])))",
-]
-
-
-def test_daemons_hold_no_descriptor_of_the_command(house: House) -> None:
-    # ends only when every holder of the pipes has closed them
-    command = [*RELEASE, pickle.dumps(house.request()).hex()]
-    done = subprocess.run(command, capture_output=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    assert house.chat().is_success
-
-
-def test_a_candidate_ends_when_its_prover_is_killed(house: House) -> None:
-    champion = release(house.request("a"))["release"]
-    request = house.request("b", behaviour={"start_seconds": 60})
-    prover = subprocess.Popen([*RELEASE, pickle.dumps(request).hex()])
-    other = wait_for(
-        lambda: [n for n in keeper().all() if n not in (GATEWAY, server_program(champion))]
-    )[0]
-    wait_for(lambda: keeper().members(other))
-    prover.kill()
-    prover.wait()
-    log = layout().server_log(other.removeprefix("server-"))
-    wait_for(lambda: log.read_text().count("is gone") >= 2)  # also when the keeper tries again
-    assert not keeper().members(other)
-    assert house.chat().headers["x-tuneserve-release"] == champion
-
-
-def test_rollback_from_a_champion_that_dies_again_and_again(house: House) -> None:
-    good = release(house.request("a"))["release"]
-    bad = release(house.request("b"))["release"]
-    stub.make_model(house.folder / "b", die="RuntimeError: broken")
-    session = keeper()._session(server_program(bad))
-    assert session is not None
-    os.kill(session, signal.SIGKILL)
-    wait_for(lambda: control.status()["names"]["default"]["state"] != "serving")
-    control.rollback()
-    assert house.chat().headers["x-tuneserve-release"] == good
-    assert set(keeper().all()) >= {GATEWAY, server_program(good)}
-    assert not keeper().members(server_program(bad))
-
-
-def test_server_logs_are_rotated(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tuneserve.release.supervisor.LOG_ROTATE_BYTES", 100_000)
-    made = release(house.request(behaviour={"chatter_bytes": 350_000}))["release"]
-    log = layout().server_log(made)
-    assert control.log_files() == [log]
-    assert log.stat().st_size <= 100_000 < 2 * log.with_suffix(".log.1").stat().st_size
-
-
 def test_a_warm_release_is_rolled_back_to_at_once(house: House) -> None:
     first = release(house.request("a", behaviour={"start_seconds": 3}))["release"]
-    second = release(house.request("b", hints={"keep_warm": True}))["release"]
-    assert control.status()["names"]["default"]["warm"] == first
+    second = release(house.request("b", keep_warm=True))["release"]
+    shown = control.status()
+    assert shown["names"]["default"]["warm"] == first
+    assert shown["names"]["default"]["warm_memory_bytes"] > 2**20
+    assert f"kept warm: {first}" in status_text(shown)
     started = time.monotonic()
     control.rollback()
     assert time.monotonic() - started < 3
     assert house.chat().headers["x-tuneserve-release"] == first
     assert not keeper().members(server_program(second))
+
+
+def test_there_are_never_three_servers_of_a_name(house: House) -> None:
+    first = release(house.request("a", keep_warm=True))["release"]
+    second = release(house.request("b", keep_warm=True))["release"]
+    both = {GATEWAY, server_program(first), server_program(second)}
+    assert {name for name, info in keeper().all().items() if info.up} == both
+    # While the third one starts the second serves, and the first, kept warm until now, has ended.
+    request = house.request("c", keep_warm=True, behaviour={"never_stop": True})
+    with pytest.raises(GateRefused):
+        release(request)
+    assert not keeper().members(server_program(first))
+    assert house.chat().headers["x-tuneserve-release"] == second
+    assert state.read(layout()).names["default"].warm is None
+    control.rollback(keep_warm=True)  # a restart, as nothing was warm any more
+    assert state.read(layout()).names["default"].warm == second
+    assert house.chat().headers["x-tuneserve-release"] == first
+
+
+def test_rollback_of_a_release_that_was_held_needs_no_memory_for_two(house: House) -> None:
+    first = release(house.request("a"))["release"]
+    second = release(house.request("b", rollout="hold"))["release"]
+    stop, failures, most = threading.Event(), [], 0
+
+    def ask() -> None:
+        while not stop.is_set():
+            answer = house.chat(1)
+            if answer.status_code != 200:
+                failures.append(answer.text)
+
+    asking = threading.Thread(target=ask)
+    rolling = threading.Thread(target=control.rollback)
+    asking.start()
+    rolling.start()
+    while rolling.is_alive():
+        alive = [bool(keeper().members(server_program(each))) for each in (first, second)]
+        most = max(most, sum(alive))
+    stop.set()
+    asking.join()
+    assert most == 1 and not failures
+    assert house.chat().headers["x-tuneserve-release"] == first
+    # What does not come up any more is not forgotten, and what served goes on.
+    stub.make_model(house.folder / "b", die="RuntimeError: broken")
+    with pytest.raises(ServerError, match="broken"):
+        control.rollback()
+    assert house.chat().headers["x-tuneserve-release"] == first
+    assert keeper().info(server_program(second)) is not None
+
+
+def test_status_and_logs_tell_what_an_operator_asks(house: House) -> None:
+    first = release(house.request("a"))["release"]
+    second = release(house.request("b"))["release"]
+    for _ in range(12):
+        house.chat()
+    wait_for(lambda: control.status()["names"]["default"]["requests_per_second"] >= 0.2)
+    text = status_text(control.status())
+    assert f"default (default): serving, release {second}" in text
+    assert re.search(r"healthy, \d+\.\d MiB, 0 requests running, 0\.[2-9]\d? requests/s", text)
+    assert re.search(rf"before: {first} \(2\S+ to 2\S+\); `tuneserve rollback` goes back", text)
+    command = [sys.executable, "-m", "tuneserve", "logs", "--follow"]
+    following = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert following.stdout is not None
+    try:
+        with layout().server_log(second).open("a") as log:
+            log.write("a line from now\n")
+        assert any(line == "a line from now\n" for line in following.stdout)
+    finally:
+        following.kill()
+        following.wait()
+        following.stdout.close()
+    assert control.log_files("access") == [layout().logs / "access.log"]
+    assert control.log_files(first) == [layout().server_log(first)]
+    with pytest.raises(InputError, match="the stage train has no log"):
+        control.log_files("train")

@@ -14,7 +14,7 @@ import pytest
 
 from release_house import House
 from tuneserve.errors import InputError, RunFileError
-from tuneserve.release import control, gateway
+from tuneserve.release import address, control, gateway
 from tuneserve.release.gateway import MAX_BODY_BYTES
 from tuneserve.release.layout import layout
 from tuneserve.release.stage import release
@@ -151,7 +151,7 @@ def test_an_open_address_without_a_key_is_refused(
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "0.0.0.0", "llm.example.org"])
 def test_caddy_accepts_the_configuration(tmp_path: Path, host: str) -> None:
     places = layout(tmp_path / "run")
-    listen = gateway.listen_for(host, 8443, {"alice": "x"}, hold_seconds=10)
+    listen = address.listen_for(host, 8443, {"alice": "x"}, hold_seconds=10)
     config = places.conf / "gateway.json"
     config.write_text(json.dumps(gateway.caddy_config(places, listen)))
     command = [gateway.caddy_binary(), "validate", "--config", str(config)]
@@ -159,4 +159,4 @@ def test_caddy_accepts_the_configuration(tmp_path: Path, host: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     made = json.loads(config.read_text())["apps"]["http"]["servers"]["gateway"]
-    assert ("automatic_https" not in made) == listen.tls == (host == "llm.example.org")
+    assert ("automatic_https" not in made) == bool(listen.tls) == (host == "llm.example.org")

@@ -182,7 +182,7 @@ def test_too_small_a_card_is_3(tuneserve: Run, tmp_path: Path) -> None:
 
 
 def test_a_taken_port_is_5(tuneserve: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tuneserve.release import gateway
+    from tuneserve.release import address
 
     with socket.socket() as stranger:
         stranger.bind(("127.0.0.1", 0))
@@ -190,7 +190,7 @@ def test_a_taken_port_is_5(tuneserve: Run, monkeypatch: pytest.MonkeyPatch) -> N
         port = stranger.getsockname()[1]
 
         def take(*_: object, **__: object) -> None:
-            gateway.check_port(gateway.Listen("127.0.0.1", port))
+            address.check_port(address.Listen("127.0.0.1", port))
 
         monkeypatch.setattr("tuneserve.release.control.release_model_dir", take)
         status, _, err = tuneserve("release", "m")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tuneserve.errors import DeviceBusy, InputError, RunFileError
-from tuneserve.release import gateway, keys, state
+from tuneserve.release import address, gateway, keys, state
 from tuneserve.release.layout import layout
 
 
@@ -96,18 +96,18 @@ def test_keys_that_a_header_cannot_carry_are_refused(tmp_path: Path, bad: str) -
 
 def test_an_open_address_needs_a_key() -> None:
     with pytest.raises(RunFileError, match="0.0.0.0, which other machines can reach"):
-        gateway.listen_for("0.0.0.0", 80, {}, hold_seconds=1)
-    assert gateway.listen_for("0.0.0.0", 80, {"a": "k"}, hold_seconds=1).needs_key
-    assert not gateway.listen_for("127.0.0.1", 80, {}, hold_seconds=1).needs_key
-    assert gateway.listen_for("::1", 80, {}, hold_seconds=1).base_url == "http://[::1]:80"
-    named = gateway.listen_for("llm.example.org", 443, {"a": "k"}, hold_seconds=1)
-    assert named.tls and named.base_url == "https://llm.example.org:443"
+        address.listen_for("0.0.0.0", 80, {}, hold_seconds=1)
+    assert address.listen_for("0.0.0.0", 80, {"a": "k"}, hold_seconds=1).needs_key
+    assert not address.listen_for("127.0.0.1", 80, {}, hold_seconds=1).needs_key
+    assert address.listen_for("::1", 80, {}, hold_seconds=1).base_url == "http://[::1]:80"
+    named = address.listen_for("llm.example.org", 443, {"a": "k"}, hold_seconds=1)
+    assert named.tls == "public" and named.base_url == "https://llm.example.org:443"
 
 
 def test_gateway_configuration_keeps_its_promises(tmp_path: Path) -> None:
     places = layout(tmp_path)
     keys.add_key(places.keys, "alice", "tsk-very-secret-value")
-    listen = gateway.listen_for("127.0.0.1", 8080, {"alice": "x"}, hold_seconds=300)
+    listen = address.listen_for("127.0.0.1", 8080, {"alice": "x"}, hold_seconds=300)
     config = gateway.caddy_config(places, listen)
     assert config["admin"] == {"disabled": True, "config": {"persist": False}}
     assert "tsk-very-secret-value" not in str(config)

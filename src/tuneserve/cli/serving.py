@@ -15,6 +15,11 @@ from tuneserve.cli.app import (
     show,
 )
 
+KeepWarmOption = Annotated[
+    bool,
+    typer.Option("--keep-warm", help="Keep the one that served running: back again is instant."),
+]
+
 
 @app.command(epilog="Example: tuneserve release merged/ --name support")
 def release(
@@ -87,26 +92,28 @@ def keep() -> None:
 @app.command(epilog="Example: tuneserve promote support-3")
 def promote(
     release_id: Annotated[str, typer.Argument(help="Release id.", metavar="RELEASE")],
+    keep_warm: KeepWarmOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Make a release that was proven before the one that serves."""
     from tuneserve.release import control
 
     log_to_stderr()
-    found = control.promote_release(release_id)
+    found = control.promote_release(release_id, keep_warm=keep_warm)
     show(found, f"{found['release']} serves now", as_json)
 
 
 @app.command(epilog="Example: tuneserve rollback --name support")
 def rollback(
     name: Annotated[str | None, typer.Option(help="Served name; unset: the default one.")] = None,
+    keep_warm: KeepWarmOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Go back to the release that served before."""
     from tuneserve.release import control
 
     log_to_stderr()
-    found = control.rollback(name)
+    found = control.rollback(name, keep_warm=keep_warm)
     show(found, f"{found['release']} serves now", as_json)
 
 
@@ -127,12 +134,12 @@ def down(
 def logs(
     which: Annotated[
         str | None,
-        typer.Argument(help="Served name, release id, gateway, access or keeper."),
+        typer.Argument(help="Served name, release id, stage, gateway, access or keeper."),
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing.")] = False,
     lines: Annotated[int, typer.Option(help="Lines from the end.")] = 40,
 ) -> None:
-    """Show the log of a server."""
+    """Show the log of a server, or of a stage's latest run."""
     from tuneserve.release import control
 
     files = [str(path) for path in control.log_files(which)]

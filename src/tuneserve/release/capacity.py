@@ -8,7 +8,7 @@ import math
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ class Capacity:
         needed_bytes: Predicted memory of the whole server, on the device that holds the weights;
             of each of them where there are several.
         device: ``cpu`` or ``gpu``.
+        device_share: `needed_bytes` as a share of all the memory of the device.
     """
 
     max_model_len: int
@@ -48,6 +49,7 @@ class Capacity:
     chats: float
     needed_bytes: int
     device: str
+    device_share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,7 @@ def plan_capacity(
         round(budget / one_chat, 1) if one_chat else 0.0,
         fixed + budget,
         free.device,
+        min(1.0, (fixed + budget) / free.total_bytes),
     )
 
 
@@ -245,6 +248,15 @@ def _gpu_memory(gpus: int) -> FreeMemory | None:
         for pid, name, used in _smi("--query-compute-apps=pid,process_name,used_memory")
     )
     return FreeMemory("gpu", free, total, holders)
+
+
+def device_memory_bytes(pids: Sequence[int]) -> int:
+    """Memory of all GPUs that these processes hold; 0 without a GPU, or where the driver does not
+    show processes (inside most containers)."""
+    if not shutil.which("nvidia-smi"):
+        return 0
+    rows = _smi("--query-compute-apps=pid,used_memory")
+    return sum(int(mib) * 2**20 for pid, mib in rows if int(pid) in pids and mib.isdigit())
 
 
 def _smi(query: str) -> list[list[str]]:

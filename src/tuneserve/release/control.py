@@ -13,13 +13,17 @@ from tuneserve.config import GatesSection, RunFile, ServeSection
 from tuneserve.errors import DeviceBusy, InputError, ServerError, TuneserveError
 from tuneserve.places import run_root
 from tuneserve.release import keys, promote, state, traffic
-from tuneserve.release.gateway import Listen
+from tuneserve.release.address import Listen
+from tuneserve.release.capacity import device_memory_bytes
+from tuneserve.release.gateway import root_certificate
 from tuneserve.release.layout import current_release, layout
 from tuneserve.release.ready import Child, check_answers, healthy
 from tuneserve.release.request import ReleaseRequest
 from tuneserve.release.stage import release
 from tuneserve.release.supervisor import GATEWAY, Keeper, server_program
 from tuneserve.release.unixhttp import load_of
+from tuneserve.stagelog import latest_log
+from tuneserve.stages import STAGES
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +106,7 @@ def status() -> dict[str, Any]:
         "gateway": gateway.state.lower() if gateway else "down",
         "default": known.default,
         "keys": sorted(keys.read_keys(places.keys)),
+        "tls_root": str(root_certificate(places)) if listen and listen.tls == "internal" else None,
         "names": names,
     }
 
@@ -123,6 +128,8 @@ def _name_status(
         "artifact": record.artifact if record else None,
         "losses": record.report.get("losses") if record else None,
         "warm": entry.warm,
+        "warm_memory_bytes": 0,
+        "device_memory_bytes": 0,
         "history": entry.history,
     }
     if entry.wanted != "up" or not entry.active:
@@ -139,6 +146,9 @@ def _name_status(
     else:
         found["state"] = "restarting" if info and info.up else "failed"
     found["memory_bytes"] = servers.keeper.memory_bytes(program)
+    found["device_memory_bytes"] = device_memory_bytes(servers.keeper.members(program))
+    if entry.warm:
+        found["warm_memory_bytes"] = servers.keeper.memory_bytes(server_program(entry.warm))
     if load:
         found["requests_running"], found["requests_total"] = load
     return found
@@ -173,7 +183,7 @@ def up() -> dict[str, Any]:
         raise InputError("nothing was released yet", hint="tuneserve run RUN.yaml")
     failed: list[TuneserveError] = []
     with _all_names(servers, "starting everything"):
-        servers.ensure_gateway(Listen(**known.gateway))
+        servers.ensure_gateway(Listen(**known.gateway).as_files_are())
         for name, entry in known.names.items():
             if not entry.active:
                 continue
@@ -279,22 +289,39 @@ def rollback(name: str | None = None, *, keep_warm: bool = False) -> dict[str, A
 
 
 def _switch_to(servers: promote.Servers, record: state.Release, *, keep_warm: bool) -> None:
-    places = servers.places
-    entry = state.read(places).names[record.name]
+    known = state.read(servers.places)
+    entry = known.names[record.name]
     if entry.active == record.id:
         log.info("%s already serves %s", record.name, record.id)
         return
+
+    def start_and_check() -> None:
+        promote.start_again(servers, record, _READY_SECONDS)
+        check_answers(
+            Child(servers.keeper, record.id),
+            servers.places.socket(record.id),
+            record.name,
+            [_SHORT_CHAT],
+            max_tokens=8,
+            must_stop=False,
+        )
+
+    promote.end_warm(servers, record.name, but=record.id)
+    active = known.releases.get(entry.active or "")
+    held = active is not None and "hold" in (active.rollout, record.rollout)
+    if held and entry.warm != record.id:  # there may be no memory for two
+        promote.replace_while_held(
+            servers,
+            record,
+            start_and_check,
+            drain_seconds=_DRAIN_SECONDS,
+            restart_champion=lambda old: promote.start_again(servers, old, _READY_SECONDS),
+            end_refused=servers.stop,
+        )
+        return
     with promote.promoting(servers, record):
         try:
-            promote.start_again(servers, record, _READY_SECONDS)
-            check_answers(
-                Child(servers.keeper, record.id),
-                places.socket(record.id),
-                record.name,
-                [_SHORT_CHAT],
-                max_tokens=8,
-                must_stop=False,
-            )
+            start_and_check()
         except BaseException:
             servers.stop(record.id)
             raise
@@ -310,11 +337,11 @@ def _all_names(servers: promote.Servers, doing: str) -> Iterator[None]:
 
 
 def log_files(which: str | None = None) -> list[Path]:
-    """Log files to show: of a served name's current release, of a release, or of ``gateway``.
+    """Log files to show: of a served name's current release, of a release, a stage, the gateway.
 
     Args:
-        which: A served name, a release id, ``gateway``, ``access`` or ``keeper``; None: the
-            default name.
+        which: A served name, a release id, ``gateway``, ``access``, ``keeper`` or a stage, whose
+            latest log is taken; None: the default name.
 
     Raises:
         InputError: There is no such thing.
@@ -328,6 +355,8 @@ def log_files(which: str | None = None) -> list[Path]:
     }
     if which in fixed:
         return [fixed[which]]
+    if which in STAGES and which not in known.names:
+        return [latest_log(which)]
     name = which or known.default
     if name is None:
         raise InputError("nothing was released yet", hint="tuneserve run RUN.yaml")

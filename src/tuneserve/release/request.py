@@ -16,6 +16,21 @@ from tuneserve.errors import RunFileError
 from tuneserve.release.heldout import Row
 from tuneserve.stages import StageContext
 
+# Fields of `serve` that say where it is reached and how it is switched, not what answers.
+_WHERE_AND_HOW = (
+    "host",
+    "port",
+    "api_key_env",
+    "tls",
+    "tls_certificate",
+    "tls_key",
+    "rollout",
+    "keep_warm",
+    "while_training",
+    "ready_timeout_seconds",
+    "drain_timeout_seconds",
+)
+
 
 @dataclass(frozen=True)
 class ReleaseRequest:
@@ -33,8 +48,8 @@ class ReleaseRequest:
         inputs: Artifact ids, for the release's key and report.
         longest_row: `data.max_length`.
         trust_remote_code: The run file's `model.trust_remote_code`.
-        hints: From the plan (`max_model_len`, `kv_cache_bytes`) and the caller (`keep_warm`;
-            `rungs`, what was refused before on the ladder of exports).
+        hints: From the plan (`max_model_len`, `kv_cache_bytes`) and the caller (`rungs`, what was
+            refused before on the ladder of exports).
     """
 
     model: Path
@@ -55,9 +70,7 @@ class ReleaseRequest:
         """SHA-256 over all that decides the answers and the proof: the same key is the same
         release."""
         serve = self.serve.model_dump(mode="json")
-        for name in ("host", "port", "api_key_env", "rollout", "while_training"):
-            serve.pop(name)  # where and how it is switched, not what answers
-        for name in ("ready_timeout_seconds", "drain_timeout_seconds"):
+        for name in _WHERE_AND_HOW:
             serve.pop(name)
         parts = {
             "model": self.artifact or _folder_digest(self.model),

@@ -15,7 +15,7 @@ from typing import Any
 
 from tuneserve.errors import InputError, RunFileError
 from tuneserve.progress import human_bytes
-from tuneserve.release import capacity, gateway, keys, promote, state
+from tuneserve.release import address, capacity, keys, promote, state
 from tuneserve.release.gate_report import markdown
 from tuneserve.release.gates import GateReport
 from tuneserve.release.heldout import Row, read_rows
@@ -73,7 +73,7 @@ def _release_locked(
     facts: ModelFacts,
     rows: list[Row],
     side: str,
-    listen: gateway.Listen,
+    listen: address.Listen,
 ) -> tuple[state.Release, bool]:
     """Re-use the active release when it is the one asked for, else bring up a candidate."""
     places, name = servers.places, request.serve.name
@@ -96,17 +96,20 @@ def _release_locked(
             servers, record, drain_seconds=float(request.serve.drain_timeout_seconds)
         )
         return record, True
+    promote.end_warm(servers, name)
     room = _room(request, facts, rows, servers, champion)
-    if record is None:
-        with state.change(places) as changed:
-            record = changed.add(name, request.key, str(request.model), request.artifact)
+    with state.change(places) as changed:
+        record = changed.find(name, request.key) or changed.add(
+            name, request.key, str(request.model), request.artifact
+        )
+        record.rollout = request.serve.rollout
     candidate = Candidate(request, facts, rows, side, record, room)
     measure_champion(servers, candidate, champion)
     _bring_up(servers, candidate, champion)
     return record, False
 
 
-def _listen(request: ReleaseRequest, keys_file: Path) -> gateway.Listen:
+def _listen(request: ReleaseRequest, keys_file: Path) -> address.Listen:
     serve = request.serve
     if serve.api_key_env:
         value = os.environ.get(serve.api_key_env, "")
@@ -118,16 +121,24 @@ def _listen(request: ReleaseRequest, keys_file: Path) -> gateway.Listen:
             )
         keys.add_key(keys_file, serve.api_key_env, value)
     known = keys.read_keys(keys_file)
-    return gateway.listen_for(serve.host, serve.port, known, hold_seconds=HOLD_SECONDS)
+    return address.listen_for(
+        serve.host,
+        serve.port,
+        known,
+        hold_seconds=HOLD_SECONDS,
+        tls=serve.tls,
+        certificate=serve.tls_certificate,
+        key=serve.tls_key,
+    )
 
 
-def _check_gateway(servers: promote.Servers, listen: gateway.Listen, name: str) -> None:
+def _check_gateway(servers: promote.Servers, listen: address.Listen, name: str) -> None:
     """Before anything is loaded: the port must be ours or free, and other names must not lose
     theirs."""
     info = servers.keeper.info(GATEWAY)
     known = state.read(servers.places)
     if not (info and info.up):
-        gateway.check_port(listen)
+        address.check_port(listen)
         return
     if known.gateway.get("port") == listen.port and known.gateway.get("host") == listen.host:
         return
@@ -141,7 +152,7 @@ def _check_gateway(servers: promote.Servers, listen: gateway.Listen, name: str) 
             expected="the same address for every name of one machine",
             hint="use that address, or another TUNESERVE_HOME",
         )
-    gateway.check_port(listen)
+    address.check_port(listen)
 
 
 def _room(
@@ -206,6 +217,7 @@ def _bring_up(servers: promote.Servers, candidate: Candidate, champion: str | No
             restart_champion=lambda old: promote.start_again(
                 servers, old, serve.ready_timeout_seconds
             ),
+            end_refused=servers.discard,
         )
         return
     try:
@@ -213,8 +225,7 @@ def _bring_up(servers: promote.Servers, candidate: Candidate, champion: str | No
     except BaseException:
         servers.discard(record.id)
         raise
-    keep_warm = bool(candidate.request.hints.get("keep_warm"))
-    promote.make_current(servers, record, drain_seconds=drain, keep_warm=keep_warm)
+    promote.make_current(servers, record, drain_seconds=drain, keep_warm=serve.keep_warm)
 
 
 def _end_if_idle(servers: promote.Servers) -> None:
@@ -225,7 +236,7 @@ def _end_if_idle(servers: promote.Servers) -> None:
 
 
 def _metrics(
-    listen: gateway.Listen, known: state.State, record: state.Release, *, reused: bool
+    listen: address.Listen, known: state.State, record: state.Release, *, reused: bool
 ) -> dict[str, Any]:
     prefix = "" if known.default == record.name else f"/{record.name}"
     if not reused:

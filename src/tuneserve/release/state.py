@@ -45,6 +45,8 @@ class Release:
         memory_bytes: Resident memory of its processes when it became ready.
         seconds_to_ready: From start to ready.
         created: When it was made.
+        rollout: `serve.rollout` of the last release that asked for it; a rollback goes the same
+            way.
         report: What the checks and gates measured.
     """
 
@@ -57,6 +59,7 @@ class Release:
     memory_bytes: int = 0
     seconds_to_ready: float = 0.0
     created: str = field(default_factory=now)
+    rollout: str = "blue_green"
     report: dict[str, Any] = field(default_factory=dict)
 
 

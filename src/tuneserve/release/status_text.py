@@ -7,12 +7,16 @@ from typing import Any
 
 from tuneserve.progress import human_bytes
 
+_SHOWN = 3
+
 
 def status_text(status: Mapping[str, Any]) -> str:
     """A few lines a name: what serves, since when, how it is, and what served before."""
     if not status["names"]:
         return "nothing was released yet; `tuneserve run RUN.yaml` does"
     lines = [f"endpoint: {status['endpoint'] or '(the gateway is down)'}"]
+    if status.get("tls_root"):
+        lines.append(f"  clients must trust {status['tls_root']}")
     for name, entry in status["names"].items():
         mark = " (default)" if name == status.get("default") else ""
         lines.append(f"{name}{mark}: {entry['state']}, release {entry['release'] or '-'}")
@@ -25,17 +29,31 @@ def status_text(status: Mapping[str, Any]) -> str:
             lines.append(f"  held-out loss: {shown}")
         if entry.get("model"):
             lines.append(f"  model: {entry['model']}")
-        before = [
-            item["release"] for item in entry["history"] if item["release"] != entry["release"]
-        ]
-        if before:
-            lines.append(f"  before: {', '.join(before[-3:])} (`tuneserve rollback` goes back)")
+        if entry.get("warm"):
+            kept = human_bytes(entry["warm_memory_bytes"])
+            lines.append(f"  kept warm: {entry['warm']}, {kept} (a rollback to it is instant)")
+        lines += _history(entry)
     return "\n".join(lines)
 
 
 def _load(entry: Mapping[str, Any]) -> str:
     parts = [human_bytes(entry["memory_bytes"])]
+    if entry.get("device_memory_bytes"):
+        parts.append(f"{human_bytes(entry['device_memory_bytes'])} on the GPU")
     if entry.get("requests_total") is not None:
         parts.append(f"{entry['requests_running']:.0f} requests running")
-        parts.append(f"{entry['requests_total']:.0f} answered")
+        parts.append(f"{entry.get('requests_per_second', 0.0):.2f} requests/s in the last minute")
+        parts.append(f"{entry['requests_total']:.0f} since it started")
     return ", ".join(parts)
+
+
+def _history(entry: Mapping[str, Any]) -> list[str]:
+    """The last releases before this one, latest first, with when each of them served."""
+    before = [item for item in entry["history"] if item["release"] != entry["release"]]
+    lines = [
+        f"  before: {item['release']} ({item['since'] or '?'} to {item['until']})"
+        for item in before[: -_SHOWN - 1 : -1]
+    ]
+    if lines:
+        lines[0] += "; `tuneserve rollback` goes back to it"
+    return lines

@@ -234,6 +234,10 @@ class Keeper:
         if self.running():
             programs = sorted(self.all(), key=lambda name: name == GATEWAY)  # the gateway last
             for name in programs:
+                if name != GATEWAY:  # they finish their answers side by side
+                    with contextlib.suppress(_NotRunning):
+                        self._call("stopProcess", name, False)
+            for name in programs:
                 self.stop(name)
             pid = int(self._rpc().supervisor.getPID())
             with contextlib.suppress(ServerError):
@@ -347,11 +351,9 @@ files=programs/*.ini
 def _program_config(program: Program, launch: Path) -> str:
     arguments = [sys.executable, "-m", "tuneserve.release.wrapper", str(launch)]
     command = _escaped(shlex.join(arguments))
-    # stopasgroup=false: SIGTERM goes to the wrapper alone, which passes it to the API process
-    # alone.
+    # stopasgroup=false: SIGTERM goes to the wrapper alone, which passes it to the API process.
     # killasgroup=true: what ignores it is killed with its group. startsecs: a server that dies
-    # sooner is
-    # started again after a growing pause, and given up after startretries.
+    # sooner is started again after a growing pause, and given up after startretries.
     return f"""[program:{program.name}]
 command={command}
 autostart=false

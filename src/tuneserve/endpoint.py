@@ -1,0 +1,86 @@
+"""The endpoint's section of the run file."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from tuneserve.section import Section
+
+
+class ServeSection(Section):
+    """The endpoint."""
+
+    name: str = Field(
+        "default", pattern=r"^[a-z0-9][a-z0-9-]{0,31}$", description="Served name; also /NAME/v1."
+    )
+    host: str = Field(
+        "127.0.0.1",
+        description="Address the gateway listens on, or a host name of this machine; other than "
+        "loopback needs a key.",
+    )
+    port: int = Field(8080, ge=1, le=65535, description="Port of the gateway.")
+    api_key_env: str | None = Field(
+        None,
+        description="Environment variable that holds the API key clients must send; the "
+        "key itself never here.",
+    )
+    tls: Literal["auto", "internal"] = Field(
+        "auto",
+        description="auto: HTTPS with a certificate from a public authority when host is a public "
+        "host name; internal: HTTPS for any host, signed by an authority of the gateway's own.",
+    )
+    tls_certificate: str | None = Field(
+        None, description="HTTPS with this certificate (PEM file, chain included) instead."
+    )
+    tls_key: str | None = Field(None, description="Private key of tls_certificate (PEM file).")
+    max_model_len: int | None = Field(
+        None,
+        ge=16,
+        description="Longest prompt plus answer in tokens; unset: what the plan and model allow.",
+    )
+    rollout: Literal["blue_green", "hold"] = Field(
+        "blue_green",
+        description="Start the candidate beside the champion, or stop first while requests wait.",
+    )
+    keep_warm: bool = Field(
+        False,
+        description="Keep the replaced release running until the next candidate starts: a rollback "
+        "is instant, and takes memory for both.",
+    )
+    tensor_parallel: int = Field(
+        1,
+        ge=1,
+        description="GPUs of this machine that one server is spread over (vLLM's tensor "
+        "parallelism); heads, KV heads and 4-bit groups must divide by it.",
+    )
+    while_training: Literal["share", "stop"] = Field(
+        "share", description="What the serving model does while a retrain uses the same card."
+    )
+    max_concurrent_chats: int = Field(
+        8, ge=1, description="Chats of full length that the KV cache has room for."
+    )
+    ready_timeout_seconds: int = Field(
+        900, ge=10, description="How long a server may take to become ready."
+    )
+    drain_timeout_seconds: int = Field(
+        120, ge=0, description="How long running answers may take at a switch."
+    )
+    temperature: float | None = Field(
+        None, ge=0, description="Default sampling temperature; unset: the model's own."
+    )
+    top_p: float | None = Field(
+        None, gt=0, le=1, description="Default nucleus mass; unset: the model's own."
+    )
+    tool_parser: str | None = Field(
+        None, description="vLLM tool-call parser, needed when the data has tool calls."
+    )
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> ServeSection:
+        if self.keep_warm and self.rollout == "hold":
+            raise ValueError("keep_warm needs rollout: blue_green; hold stops the champion first")
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("tls_certificate and tls_key go together")
+        return self
