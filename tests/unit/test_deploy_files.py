@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tuneserve.config import ServeSection
+
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
@@ -83,6 +85,22 @@ def test_compose_names_what_exists_and_keeps_secrets_in_files() -> None:
         assert set(secret) == {"file"}
     text = (DEPLOY / "compose.yaml").read_text()
     assert not re.search(r"(PASSWORD|API_KEY|WEBHOOK): \S*[a-z0-9]{8}", text.replace("/run/", ""))
+
+
+def test_the_systemd_unit_is_one_that_systemd_takes(tmp_path: Path) -> None:
+    text = (DEPLOY / "tuneserve.service").read_text()
+    assert "ExecStart=/srv/tuneserve/.venv/bin/tuneserve keep" in text
+    assert "KillMode=mixed" in text  # SIGTERM to all would cut answers that are under way
+    (patience,) = re.findall(r"^TimeoutStopSec=(\d+)$", text, re.MULTILINE)
+    assert int(patience) > ServeSection().drain_timeout_seconds + 30
+    if not shutil.which("systemd-analyze"):
+        pytest.skip("there is no systemd-analyze here: only the unit's text was checked")
+    unit = tmp_path / "tuneserve.service"
+    unit.write_text(text.replace("/srv/tuneserve/.venv/bin/tuneserve", str(SCRIPTS / "tuneserve")))
+    done = subprocess.run(
+        ["systemd-analyze", "verify", unit], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("path", KUBERNETES, ids=lambda path: path.name)
