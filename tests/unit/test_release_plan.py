@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,23 @@ def test_a_server_of_several_gpus(tmp_path: Path) -> None:
         plan_capacity(facts, ServeSection(tensor_parallel=2), {}, free)
     with pytest.raises(RunFileError, match="there is none"):
         plan_capacity(facts, serve, {}, cpu(20))
+
+
+def test_a_candidate_asks_for_no_more_of_a_gpu_than_it_needs(tmp_path: Path) -> None:
+    # vLLM's default would ask for 92 % of the card, which the champion already uses.
+    facts = replace(read_model(model(tmp_path / "m")), weights_bytes=6 * GIB)
+    hints = {"kv_cache_bytes": int(1.5 * GIB)}
+    room = plan_capacity(facts, ServeSection(), hints, FreeMemory("gpu", 12 * GIB, 40 * GIB))
+    assert room.device_share == 0.25  # 6 of weights, 2.5 of workspace, 1.5 of KV cache, of 40
+    options: dict[str, Any] = {"release": "r", "socket": Path("/s"), "python": "p"}
+    built = vllm_command.build(facts, ServeSection(), room, **options)
+    at = built.arguments.index("--gpu-memory-utilization")
+    assert built.arguments[at + 1] == "0.250"
+    on_cpu = replace(room, device="cpu")
+    assert (
+        "--gpu-memory-utilization"
+        not in vllm_command.build(facts, ServeSection(), on_cpu, **options).arguments
+    )
 
 
 def test_tool_flags_come_together_and_gpu_compiles(tmp_path: Path) -> None:

@@ -74,10 +74,23 @@ def build(
             str(socket),
             "--shutdown-timeout",
             str(serve.drain_timeout_seconds),
+            *_share(capacity),
             *serving_arguments(facts, serve, capacity, trust_remote_code),
         ],
         environment(release, capacity, cores, given or {}),
     )
+
+
+def _share(capacity: Capacity) -> list[str]:
+    """How much of a GPU must be free.
+
+    With a KV cache of given size vLLM plans nothing by this share, but it still refuses to start
+    when less is free (`vllm/v1/worker/utils.py`, `request_memory`). Its default, 0.92, would refuse
+    every candidate beside a champion.
+    """
+    if capacity.device == "cpu":
+        return []
+    return ["--gpu-memory-utilization", f"{max(0.001, capacity.device_share):.3f}"]
 
 
 def serving_arguments(
