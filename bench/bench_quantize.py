@@ -33,7 +33,10 @@ ROOT = Path(__file__).resolve().parents[1]
 SHAPES = {"7b": (3584, 18944, 28, 28, 4, 152064), "tiny": (128, 256, 2, 4, 2, 1024)}
 
 BARE = """
-import os, sys, torch
+import os, sys
+from tuneserve.progress import Clock
+clock = Clock()
+import torch
 if (os.cpu_count() or 1) <= 2:
     os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")
 from pathlib import Path
@@ -48,9 +51,14 @@ if method == "gptq":
 else:
     config = AWQConfig(bits=4, group_size=GROUP, sym=False)
     backend = BACKEND.AUTO if torch.cuda.is_available() else BACKEND.AWQ_TORCH
+clock.lap("imports")
 quantizer = GPTQModel.load(model, config)
+clock.lap("loading")
 quantizer.quantize(rows, batch_size=8, backend=backend)
+clock.lap("quantizing")
 quantizer.save(out)
+clock.lap("saving")
+print("where the time went:", clock, file=sys.stderr)
 """
 
 OURS = """
@@ -89,6 +97,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, help="a row; default 128 quick, 192 else")
     parser.add_argument("--group-size", type=int, default=64, help="weights per scale")
     parser.add_argument("--rounds", type=int, help="pairs; default 2 quick, 3 else")
+    parser.add_argument("--keep", type=Path, help="new folder for our last export")
     parser.add_argument("--out", type=Path, help="result file; default bench/results/quantize.json")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-quantize-") as folder:
@@ -126,6 +135,9 @@ def measure(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
             seconds[name].append(round(taken, 2))
             cpu_seconds[name].append(round(cpu, 2))
             print(f"{name}: {taken:.1f} s, {cpu:.1f} s of CPU", file=sys.stderr)
+            if name == "ours" and arguments.keep:
+                shutil.rmtree(arguments.keep, ignore_errors=True)
+                shutil.move(scratch / "out", arguments.keep)
     ours, bare = statistics.median(seconds["ours"]), statistics.median(seconds["bare"])
     return {
         "bench": "quantize",
@@ -160,7 +172,7 @@ def run(
     count: int,
     most: int,
 ) -> tuple[float, float, dict[str, Any]]:
-    """Seconds of one process by the clock, and of CPU; and its peak memory."""
+    """Seconds of one process by the clock, and of CPU; its peak memory and its steps."""
     out = scratch / "out"
     shutil.rmtree(out, ignore_errors=True)
     arguments = [str(model), asked.method, str(dataset), str(out), str(count), str(most)]
@@ -176,11 +188,13 @@ def run(
     taken = time.monotonic() - started
     if found.returncode:
         sys.exit(f"a run failed:\n{found.stdout[-1500:]}\n{found.stderr[-3000:]}")
+    laps = ""
     for line in found.stderr.splitlines():
         if line.startswith("where the time went"):
+            laps = line.partition(": ")[2]
             print(line, file=sys.stderr)
     lines = [line for line in found.stdout.splitlines() if line.startswith("{")]
-    return taken, children_seconds() - used, json.loads(lines[-1])
+    return taken, children_seconds() - used, {**json.loads(lines[-1]), "laps": laps}
 
 
 def machine() -> str:

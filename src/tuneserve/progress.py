@@ -73,3 +73,27 @@ class Progress:
             parts.append(detail)
         units = self.unit if self.unit.endswith("B") else f"{self.unit}s"  # 3 steps, but 3 MiB
         log.info("%s: %s %s, %s", self.what, parts[0], units, ", ".join(parts[1:]) or "done")
+
+
+class Clock:
+    """Seconds of each step since the one before."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.monotonic()
+
+    def lap(self, name: str) -> None:
+        """The step that ends now."""
+        now = time.monotonic()
+        self.laps[name], self._last = now - self._last, now
+
+    def add(self, laps: dict[str, float]) -> None:
+        """Steps that were measured elsewhere, up to now."""
+        self.laps.update(laps)
+        self._last = time.monotonic()
+
+    def __str__(self) -> str:
+        return ", ".join(
+            f"{name} {taken:.1f} s" if taken < 60 else f"{name} {human_seconds(taken)}"
+            for name, taken in self.laps.items()
+        )

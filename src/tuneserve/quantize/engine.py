@@ -12,7 +12,6 @@ import logging
 import math
 import os
 import shutil
-import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from typing import Any
 
 from tuneserve.cpu import has_bf16
 from tuneserve.errors import OutOfMemory, QuantizeError, TuneserveError
-from tuneserve.progress import Progress
+from tuneserve.progress import Clock, Progress
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +52,7 @@ class ModuleLog:
 
 @dataclass
 class EngineResult:
-    """What an export took."""
+    """What an export took; `laps` are seconds of its parts."""
 
     modules: list[ModuleLog]
     seconds: float
@@ -62,6 +61,7 @@ class EngineResult:
     device: str
     linear_in_float32: bool
     notes: list[str] = field(default_factory=list)
+    laps: dict[str, float] = field(default_factory=dict)
 
 
 def run_gptqmodel(
@@ -173,6 +173,7 @@ class _Run:
             ) from error
 
     def _go(self) -> EngineResult:
+        clock = Clock()
         import torch
         from gptqmodel import BACKEND, GPTQModel
         from gptqmodel.quantization.config import AWQConfig, GPTQConfig
@@ -193,7 +194,7 @@ class _Run:
         else:
             config = AWQConfig(sym=False, **options)
         wide = device == "cpu" and not has_bf16()
-        clock = time.monotonic()
+        clock.lap("imports")
         with (
             _linear_in_float32() if wide else contextlib.nullcontext(),
             _worker_errors() as lost,
@@ -202,6 +203,7 @@ class _Run:
             model = GPTQModel.load(
                 str(self.model), config, device=device, trust_remote_code=self.trust_remote_code
             )
+            clock.lap("loading")
             model.layer_callback = self
             model.subset_callback = self
             with Progress("quantize", total=self.layers, unit="layer") as self.progress:
@@ -213,6 +215,7 @@ class _Run:
                     if self.method == "awq" and device == "cpu"
                     else BACKEND.AUTO,
                 )
+        clock.lap("quantizing")
         if lost:
             raise lost[0]
         modules = module_logs(model.quant_log)
@@ -222,8 +225,11 @@ class _Run:
         self.at = None
         model.save(str(self.out))
         shutil.rmtree(self.work / "offload", ignore_errors=True)
-        seconds = time.monotonic() - clock
-        return EngineResult(modules, seconds, self.layers, self.batch_size, device, wide, notes)
+        clock.lap("saving")
+        seconds = sum(taken for name, taken in clock.laps.items() if name != "imports")
+        return EngineResult(
+            modules, seconds, self.layers, self.batch_size, device, wide, notes, clock.laps
+        )
 
     def layer_complete(self, *, layer_idx: int, submodule_finalized: bool) -> None:
         """GPTQModel calls this twice a layer: when it is solved, and when it is packed."""

@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import shutil
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 from tuneserve.artifacts import fsync_directory
 from tuneserve.config import QuantizeSection
 from tuneserve.errors import OutputExists, QuantizeError
-from tuneserve.progress import human_bytes, human_seconds
+from tuneserve.progress import Clock, human_bytes, human_seconds
 from tuneserve.quantize import record
 from tuneserve.quantize.calibration import Calibration, choose
 from tuneserve.quantize.checks import preflight, quantized_shapes, read_config, static_check
@@ -134,7 +133,7 @@ def export(
     tensor_parallel_size: int = 1,
 ) -> QuantizeResult:
     """Fill the empty folder `out`; see `quantize_model`. On an error `out` is not to be used."""
-    clock = _Clock()
+    clock = Clock()
     checkpoint = preflight(
         model, method, section.group_size, tensor_parallel_size=tensor_parallel_size
     )
@@ -173,7 +172,7 @@ def export(
         batch_size=batch_size,
         offload=offload,
     )
-    clock.lap("gptqmodel")
+    clock.add(engine.laps)
     clean(out, model)
     check_export(out, model, method, section)
     clock.lap("checks after")
@@ -289,22 +288,6 @@ def _result(
         method, human_bytes(size), human_seconds(engine.seconds), result.worst_module,
     )  # fmt: skip
     return result
-
-
-class _Clock:
-    """Seconds of each step since the one before."""
-
-    def __init__(self) -> None:
-        self.laps: dict[str, float] = {}
-        self._last = time.monotonic()
-
-    def lap(self, name: str) -> None:
-        """The step that ends now."""
-        now = time.monotonic()
-        self.laps[name], self._last = now - self._last, now
-
-    def __str__(self) -> str:
-        return ", ".join(f"{name} {human_seconds(taken)}" for name, taken in self.laps.items())
 
 
 def _without_paths(scheme: dict[str, Any]) -> dict[str, Any]:
