@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 import time
@@ -52,30 +53,37 @@ def kept_log(
     """
     path = stage_logs() / f"{run}.{stage}.log"
     show = show or to_stderr
-    with contextlib.ExitStack() as opened:
-        kept, heard, left = None, True, _MOST_BYTES
-        with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if path.is_file():
-                path.replace(path.with_suffix(".log.1"))
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            kept = opened.enter_context(os.fdopen(descriptor, "w", encoding="utf-8", buffering=1))
+    kept, heard, left = _opened(path), True, _MOST_BYTES
 
-        def write(line: str) -> None:
-            nonlocal kept, heard, left
-            left -= len(line)
-            if kept and left > 0:
-                try:
-                    kept.write(f"{time.strftime('%H:%M:%S')} {line}\n")
-                except (OSError, ValueError):
-                    kept = None
+    def write(line: str) -> None:
+        nonlocal kept, heard, left
+        left -= len(line)
+        if kept and left > 0:
             try:
-                if heard:
-                    show(line)
-            except (OSError, ValueError):
-                heard = False
+                kept.write(f"{time.strftime('%H:%M:%S')} {line}\n".encode())
+            except OSError:
+                kept = None
+        try:
+            if heard:
+                show(line)
+        except (OSError, ValueError):
+            heard = False
 
+    try:
         yield write
+    finally:
+        if kept:
+            kept.close()
+
+
+def _opened(path: Path) -> io.FileIO | None:
+    """The log, empty, its predecessor beside it; None where it cannot be written."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if path.is_file():
+            path.replace(path.with_suffix(".log.1"))
+        return io.FileIO(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w")
+    return None
 
 
 def to_stderr(line: str) -> None:
