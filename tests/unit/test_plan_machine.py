@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from tuneserve.cpu import has_bf16
+from tuneserve.errors import ResourceError
 from tuneserve.plan.machine import first_gpu, look, memory
+from tuneserve.release.capacity import read_free_memory
 
 MIB = 2**20
 SMI = """#!/bin/sh
@@ -56,6 +58,24 @@ def test_of_several_cards_the_fullest_decides(
     assert both.gpu is not None and first.gpu is not None
     assert (both.gpu.name, first.gpu.name) == ("Card B", "Card A")
     assert both.gpus == first.gpus == 2
+
+
+@pytest.mark.parametrize("visible", ["1", "GPU-bb"])
+def test_a_server_has_the_memory_of_the_cards_it_may_see(
+    smi: Path, monkeypatch: pytest.MonkeyPatch, visible: str
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    first, both = read_free_memory(), read_free_memory(2)
+    assert (first.device, first.free_bytes, first.holders) == ("gpu", 81000 * MIB, ())
+    assert (both.free_bytes, both.total_bytes) == (30960 * MIB, 40960 * MIB)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    other = read_free_memory()
+    assert (other.free_bytes, other.total_bytes) == (30960 * MIB, 40960 * MIB)
+    assert other.holders[0] == f"process {os.getpid()} (python3): 10000 MiB"
+    with pytest.raises(ResourceError, match="tensor_parallel: 2, and this machine shows 1"):
+        read_free_memory(2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert read_free_memory().device == "cpu"
 
 
 def test_hidden_cards_do_not_exist(smi: Path) -> None:

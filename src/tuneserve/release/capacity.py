@@ -16,6 +16,7 @@ from typing import Any
 from tuneserve.config import ServeSection
 from tuneserve.errors import ModelError, OutOfMemory, ResourceError, RunFileError
 from tuneserve.parallel import key_value_share, tensor_parallel_problems
+from tuneserve.plan.machine import visible_cards
 from tuneserve.progress import human_bytes
 from tuneserve.release.model_files import ModelFacts, longest_that_fits
 
@@ -232,22 +233,22 @@ def _cgroup_memory() -> tuple[int | None, int]:
 
 
 def _gpu_memory(gpus: int) -> FreeMemory | None:
-    if not shutil.which("nvidia-smi"):
+    """Of the cards that vLLM would take: the first ones that CUDA shows; the fullest decides."""
+    cards = visible_cards()
+    if not cards:
         return None
-    memory = _smi("--query-gpu=memory.free,memory.total")
-    if not memory:
-        return None
-    if len(memory) < gpus:
+    if len(cards) < gpus:
         raise ResourceError(
-            f"serve.tensor_parallel: {gpus}, and this machine shows {len(memory)} GPUs",
+            f"serve.tensor_parallel: {gpus}, and this machine shows {len(cards)} GPUs",
             hint="lower serve.tensor_parallel",
         )
-    free, total = min(tuple(int(value) * 2**20 for value in row) for row in memory[:gpus])
+    fullest = min(cards[:gpus], key=lambda card: card.free_bytes)
     holders = tuple(
-        f"process {pid} ({Path(name).name}): {used} MiB"
-        for pid, name, used in _smi("--query-compute-apps=pid,process_name,used_memory")
+        f"process {process.pid} ({process.name}): {process.used_bytes // 2**20} MiB"
+        for card in cards[:gpus]
+        for process in card.processes
     )
-    return FreeMemory("gpu", free, total, holders)
+    return FreeMemory("gpu", fullest.free_bytes, fullest.total_bytes, holders)
 
 
 def device_memory_bytes(pids: Sequence[int]) -> int:
