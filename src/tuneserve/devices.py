@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 _DRIVER_CARDS = Path("/proc/driver/nvidia/gpus")
+_UUID = re.compile(r"^GPU UUID:\s*(GPU-[0-9a-fA-F-]+)\s*$", re.MULTILINE)
 
 
 def visible_gpus() -> list[str]:
@@ -19,3 +21,26 @@ def visible_gpus() -> list[str]:
     if "-1" in names:  # CUDA stops at the first number that is no card
         names = names[: names.index("-1")]
     return names
+
+
+def card_ids() -> list[str]:
+    """The same GPUs by UUID, so that ``0`` and ``GPU-8a56`` are one card where they are.
+
+    Numbers count the cards by bus address, as `nvidia-smi` does and CUDA among like cards. What the
+    driver does not tell, such as a MIG slice, keeps its name.
+    """
+    uuids = []
+    for card in sorted(_DRIVER_CARDS.glob("*")):
+        try:
+            found = _UUID.search((card / "information").read_text())
+        except OSError:
+            found = None
+        uuids.append(found[1] if found else "")
+
+    def id_of(name: str) -> str:
+        if name.isdigit():
+            known = uuids[int(name)] if int(name) < len(uuids) else ""
+            return known or name
+        return next((uuid for uuid in uuids if uuid.startswith(name)), name)
+
+    return [id_of(name) for name in visible_gpus()]

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO
 
 from tuneserve.config import RunFile
-from tuneserve.devices import visible_gpus
+from tuneserve.devices import card_ids, visible_gpus
 from tuneserve.errors import DeviceBusy, InputError
 from tuneserve.places import home
 
@@ -65,8 +65,10 @@ def _wanted(run: RunFile) -> list[tuple[str, Path]]:
     wanted = [(f"the served name {run.serve.name!r}", home() / "locks" / f"{run.serve.name}.lock")]
     # A card belongs to the machine, not to one TUNESERVE_HOME.
     cards = Path(tempfile.gettempdir()) / _SHARED
-    for gpu in sorted(visible_gpus()):
-        wanted.append((f"GPU {gpu}", cards / f"{re.sub(r'[^A-Za-z0-9-]', '_', gpu)}.lock"))
+    for id, gpu in sorted(zip(card_ids(), visible_gpus(), strict=True)):
+        path = cards / f"{re.sub(r'[^A-Za-z0-9-]', '_', id)}.lock"
+        if path not in [other for _, other in wanted]:  # a card named twice is still one
+            wanted.append((f"GPU {gpu}", path))
     return wanted
 
 

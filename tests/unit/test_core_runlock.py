@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tuneserve.devices import visible_gpus
+from tuneserve.devices import card_ids, visible_gpus
 from tuneserve.errors import DeviceBusy, InputError
 from tuneserve.runfile import parse_run
 from tuneserve.runlock import held_descriptors, hold
@@ -130,6 +130,30 @@ def test_a_card_is_held_for_all_homes(
     finally:
         holder.kill()
         holder.wait()
+
+
+def test_a_card_is_the_same_by_number_and_by_name(
+    home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    driver = tmp_path / "gpus"
+    for address, uuid in (("0000:41:00.0", "GPU-bb22-1"), ("0000:01:00.0", "GPU-aa11-0")):
+        (driver / address).mkdir(parents=True)
+        (driver / address / "information").write_text(
+            f"Model: \t\t NVIDIA H200\nGPU UUID: \t {uuid}\nDevice Minor: \t 0\n"
+        )
+    monkeypatch.setattr("tuneserve.devices._DRIVER_CARDS", driver)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,GPU-aa,MIG-7,9")
+    assert card_ids() == ["GPU-bb22-1", "GPU-aa11-0", "MIG-7", "9"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,GPU-bb22-1")
+    other = parse_run(given(serve={"name": "another"}))
+    with hold(parse_run(given()), "first", "now"):  # named twice: it does not wait for itself
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-bb22")
+        with pytest.raises(DeviceBusy, match="GPU GPU-bb22 is held by run first"):
+            with hold(other, "second", "now"):
+                pass
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+        with hold(other, "third", "now"):
+            pass
 
 
 def test_a_link_in_the_shared_folder_is_not_followed(
