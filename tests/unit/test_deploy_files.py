@@ -87,6 +87,14 @@ def test_compose_names_what_exists_and_keeps_secrets_in_files() -> None:
     assert not re.search(r"(PASSWORD|API_KEY|WEBHOOK): \S*[a-z0-9]{8}", text.replace("/run/", ""))
 
 
+def test_who_trains_or_serves_over_several_cards_has_shared_memory() -> None:
+    """NCCL and vLLM's workers use /dev/shm, of which a container has 64 MiB by itself."""
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    assert {n for n, s in services.items() if "shm_size" in s} == {"serve", "worker"}
+    for name in ("vllm.yaml", "base-job-template.json"):
+        assert "/dev/shm" in (DEPLOY / "k8s" / name).read_text()
+
+
 def test_the_systemd_unit_is_one_that_systemd_takes(tmp_path: Path) -> None:
     text = (DEPLOY / "tuneserve.service").read_text()
     assert "ExecStart=/srv/tuneserve/.venv/bin/tuneserve keep" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 from types import ModuleType
@@ -162,3 +163,24 @@ def test_commands_exist(path: Path) -> None:
 def test_no_page_names_this_machine() -> None:
     for path in PAGES:
         assert not re.search(r"/(?:work|root|tmp)/\w", text_of(path)), path
+
+
+def test_what_is_said_of_several_gpus_is_what_was_measured() -> None:
+    found = json.loads(text_of(ROOT / "bench" / "results" / "ddp.json"))
+    said = f"{found['speedup_ddp']:.2f}"
+    for path, text in (
+        (ROOT / "README.md", f"Two H200s train\n{said} times as fast as one"),
+        (ROOT / "README.zh-CN.md", f"\u4e00\u5f20\u7684 {said} \u500d"),
+        (ROOT / "deploy" / "runs" / "two-gpus.yaml", f"Two H200s were {said} times as fast"),
+    ):
+        assert text in text_of(path), path.name
+    page = text_of(DOCS / "multi-gpu.md")
+    for case in found["cases"].values():
+        row = f"| {case['gpus']} | {case['gib']:.1f} | {case['planned_gib']:.1f} | "
+        row += f"{case['tokens_per_second']:,.0f} | "
+        row += f"{case['speedup']:.2f} |" if "speedup" in case else "|"
+        assert row in page, row
+    assert found["command"] in page
+    for name, version in found["versions"].items():
+        assert f"{name} {version}" in page
+    assert found["speedup_ddp"] >= 1.85
