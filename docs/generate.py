@@ -311,10 +311,64 @@ def _merge() -> str:
     )
 
 
+def _result(name: str) -> dict[str, Any]:
+    path = HERE.parent / "bench" / "results" / name
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def _quantize() -> str:
+    """Steps of a GPTQ export of some layers of the 7B shape, beside bare GPTQModel's."""
+    found = _result("quantize_h200_gptq.json")
+    sides = {name: _laps(found["peaks"][name]["laps"]) for name in ("ours", "bare")}
+    shared = list(sides["bare"])
+    around = {name: sum(t for n, t in laps.items() if n not in shared)
+              for name, laps in sides.items()}  # fmt: skip
+    lines = [f"| GPTQ of {found['layers']} of the 28 layers | tuneserve | bare |", "|---|---|---|"]
+    for name in shared:
+        lines.append(f"| {name} | {sides['ours'][name]:.1f} s | {sides['bare'][name]:.1f} s |")
+    lines.append(f"| checks, comparison of losses, records | {around['ours']:.1f} s | - |")
+    ours, bare = (f"{found['peaks'][n]['peak_gpu_bytes'] / 2**30:.1f} GiB" for n in sides)
+    lines.append(f"| GPU memory, peak | {ours} | {bare} |")
+    return "\n".join(lines) + "\n"
+
+
+def _laps(text: str) -> dict[str, float]:
+    """Seconds by step of ``loading 0.2 s, quantizing 1 min 04 s``."""
+    found = {}
+    for part in text.split(", "):
+        match = re.fullmatch(r"(.*?) (?:(\d+) min )?([\d.]+) s", part)
+        assert match is not None, part
+        found[match[1]] = 60 * int(match[2] or 0) + float(match[3])
+    return found
+
+
+def _serve() -> str:
+    """Speed of the 16-bit and of the 4-bit 7B shape, served with a release's own command."""
+    found = _result("serve_h200.json")
+    counts = [key.removeprefix("at_") for key in found["models"][0] if key.startswith("at_")]
+    head = " | ".join(f"tokens/s, {n} at once" for n in counts)
+    lines = [
+        f"| model | weights | first answer after | first token, alone | {head} |",
+        "|---|---|---|---|" + "---|" * len(counts),
+    ]
+    for model in found["models"]:
+        bits = "4 bits" if model["quantization"] else "16 bits"
+        speeds = " | ".join(f"{model[f'at_{n}']['tokens_per_second']:,.0f}" for n in counts)
+        first = model[f"at_{counts[0]}"]["first_token_seconds"]
+        lines.append(
+            f"| {bits} | {model['weights_bytes'] / 2**30:.1f} GiB | "
+            f"{model['seconds_to_first_answer']:.0f} s | {1000 * first:.0f} ms | {speeds} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
 _BLOCKS = {
     "plan": _plan_table,
     "train": _train_table,
     "merge": _merge,
+    "quantize": _quantize,
+    "serve": _serve,
 }
 PAGES = {"run-file.md": reference, "errors.md": errors, "walkthrough-7b.md": walkthrough}
 
