@@ -36,7 +36,7 @@ import httpx
 from tuneserve.artifacts import write_json_atomic
 from tuneserve.config import GatesSection, ServeSection
 from tuneserve.release import address, control, gateway
-from tuneserve.release.layout import layout, point
+from tuneserve.release.layout import current_release, layout, point
 from tuneserve.release.request import ReleaseRequest
 from tuneserve.release.stage import release
 
@@ -210,7 +210,12 @@ def switches(model: Path, port: int) -> dict[str, Any]:
     with Clients(made["endpoint"]) as rolled:
         time.sleep(2.0)
         started = time.perf_counter()
-        control.rollback()
+        rolling = threading.Thread(target=control.rollback)
+        rolling.start()
+        while current_release(layout(), "default") != before:
+            time.sleep(0.005)
+        switched = time.perf_counter() - started
+        rolling.join()
         warm = time.perf_counter() - started
     assert control.status()["names"]["default"]["release"] == before != made["release"]
     with Clients(made["endpoint"]) as held:
@@ -220,7 +225,8 @@ def switches(model: Path, port: int) -> dict[str, Any]:
         cold = time.perf_counter() - started
     return {
         "cold_start_seconds": made["seconds_to_ready"],
-        "warm_rollback_seconds": warm,
+        "warm_rollback_switched_after_seconds": switched,
+        "warm_rollback_other_ended_after_seconds": warm,
         "warm_rollback_longest_wait_seconds": max(rolled.seconds),
         "hold_release_seconds": cold,
         "hold_requests_held": sum(seconds > 2.0 for seconds in held.seconds),
