@@ -79,6 +79,7 @@ def test_losses_equal_those_of_full_logits(
         mean = sum(expected) / losses["supervised_tokens"]
         assert losses[name] == metrics[f"{name}_loss"] == pytest.approx(mean, rel=1e-4)
     assert losses["rows"] == metrics["rows"] == 6
+    assert (context.out / "rows.png").read_bytes().startswith(b"\x89PNG")
     assert sum(losses["per_row"]["supervised_tokens"]) == losses["supervised_tokens"]
     assert losses["per_row"]["source"] == [f"eval.jsonl:{i}" for i in range(1, 7)]
 

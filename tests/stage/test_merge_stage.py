@@ -200,6 +200,13 @@ def test_the_stage_fills_an_artifact_and_checks_with_peft(tmp_path: Path) -> Non
     proof = read_proof(tmp_path / "out")
     assert proof is not None and "key" in proof
     assert str(tmp_path) not in json.dumps(proof)
+    assert (tmp_path / "out" / "change.png").read_bytes().startswith(b"\x89PNG")
+    name = "model.layers.1.mlp.down_proj"
+    trained = load_file(adapter / "adapter_model.safetensors")
+    a, b = (trained[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
+    weight = load_file(base / "model.safetensors")[f"{name}.weight"].float()
+    relative = float((b @ a * 2).norm() / weight.norm())  # alpha / r is 2
+    assert proof["tensors"][f"{name}.weight"]["delta_relative"] == pytest.approx(relative, rel=0.01)
     _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
 

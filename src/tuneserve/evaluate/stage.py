@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tuneserve.artifacts import write_json_atomic
+from tuneserve.evaluate.picture import PLOT_NAME, plot_rows
 from tuneserve.lm import scores
 from tuneserve.lm.rows import read_rows
 from tuneserve.stages import StageContext
@@ -34,7 +35,7 @@ def run(context: StageContext) -> dict[str, Any]:
     Files: `losses.json`; `samples.jsonl`, answers of the base; `references.npz`, the merged model's
     likeliest tokens at every supervised position, how far they are from the adapter's, and how far
     plain 4-bit rounding is from them; `answers.jsonl`, the merged model's answers where JSON or
-    tool calls are due.
+    tool calls are due; `rows.png`, each conversation's loss before and after.
 
     Raises:
         DataError: The held-out rows cannot be read.
@@ -64,6 +65,8 @@ def run(context: StageContext) -> dict[str, Any]:
         "supervised_tokens": [int(counts[i]) for i in chosen],
         **{name: [float(x) for x in sums] for name, sums in found.sums.items()},
     }
+    base, tuned = (found.sums[name] / counts[chosen] for name in ("base", "adapter"))
+    plot_rows(base.tolist(), tuned.tolist(), context.out / PLOT_NAME)
     yardstick = _references(context, found)
     result |= {f"rtn_{name}": value for name, value in yardstick.items()}
     write_json_atomic(context.out / "losses.json", {**result, **means, "per_row": per_row})

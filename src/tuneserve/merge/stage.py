@@ -9,6 +9,7 @@ from typing import Any
 
 from tuneserve.errors import OutputExists
 from tuneserve.merge.journal import PROOF_NAME
+from tuneserve.merge.picture import PLOT_NAME, plot_change
 from tuneserve.merge.proof import read_proof
 from tuneserve.merge.run import MergeResult, merge_adapter
 from tuneserve.stages import StageContext
@@ -36,6 +37,7 @@ def run(context: StageContext) -> dict[str, Any]:
     for path in sorted(work.iterdir(), key=lambda p: p.name != PROOF_NAME):
         path.rename(context.out / path.name)  # same file system: the draft lies beside the work
     work.rmdir()
+    plot_change(proof.get("tensors", {}), context.out / PLOT_NAME)
     lowest = proof.get("delta_survival", {})
     return {
         **result.to_json(),

@@ -37,12 +37,14 @@ class Effect:
     Attributes:
         delta: Of the exact change, over all tiles.
         measured: Of the exact change, over the tiles whose rounding was measured.
+        base: Of the weights before it, over the same tiles.
         lost: Of the part that rounding to the base's dtype took away there.
         tiles: How many there were.
     """
 
     delta: float = 0.0
     measured: float = 0.0
+    base: float = 0.0
     lost: float = 0.0
     tiles: int = 0
 
@@ -50,6 +52,11 @@ class Effect:
     def survival(self) -> float:
         """Share of the change's norm that survived: 1 - ||applied - exact|| / ||exact||."""
         return 1.0 - min(1.0, math.sqrt(self.lost / self.measured)) if self.measured else 1.0
+
+    @property
+    def relative(self) -> float | None:
+        """The change's norm over that of the weights; None where the weights were zero."""
+        return math.sqrt(self.measured / self.base) if self.base else None
 
 
 class Scratch:
@@ -197,11 +204,16 @@ class TensorMerger:
     ) -> None:
         """Round before + delta into `weight`, and account for what the rounding lost.
 
-        Rounding is measured on the first and then on every fourth tile: it takes as many passes
-        over the memory as the merge itself. That the result is finite is checked on all.
+        Rounding, and how large the change is beside the weights, are measured on the first and then
+        on every fourth tile: it takes as many passes over the memory as the merge itself. That the
+        result is finite is checked on all.
         """
         if squared is None:
             squared = float(torch.linalg.vector_norm(delta)) ** 2
+        effect = self.effect
+        is_measured = effect.tiles % _MEASURED_TILES == 0
+        if is_measured:
+            effect.base += float(torch.linalg.vector_norm(before)) ** 2
         exact = before.add_(delta) if merged is None else merged
         weight.copy_(exact)
         low, high = torch.aminmax(weight)
@@ -212,9 +224,8 @@ class TensorMerger:
                 hint="the adapter diverged in training, or the base has values that are not finite",
                 details={"tensor": self.output.name},
             )
-        effect = self.effect
         effect.delta += squared
-        if effect.tiles % _MEASURED_TILES == 0:
+        if is_measured:
             rounded = self.scratch.take("rounded", weight.shape).copy_(weight)
             effect.measured += squared
             effect.lost += float(torch.linalg.vector_norm(exact.sub_(rounded))) ** 2
