@@ -26,7 +26,9 @@ __all__ = ["app", "main", "records", "serving", "stages", "starting"]
 
 def main() -> None:
     """Run a command; every error a user can mend becomes a message and an exit status."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so `finally` runs
+    for number in (signal.SIGTERM, signal.SIGINT):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as `nohup` and shells' `&` have it
+            signal.signal(number, lambda got, _: sys.exit(128 + got))  # so `finally` runs
     try:
         app(standalone_mode=True)
     except TuneserveError as error:

@@ -50,7 +50,8 @@ def retrain(
     Raises:
         DeviceBusy: Another run holds the served name or a card (see `overlap`).
         BudgetSpent: The run's budget was used up.
-        GateRefused: Every export was refused; what was serving goes on serving.
+        GateRefused: Every export was refused, now or by the last run where nothing changed since;
+        what was serving goes on serving.
         TuneserveError: A stage failed.
     """
     run_id = run_id or uuid.uuid4().hex[:12]
@@ -88,8 +89,10 @@ def _watched(
         note = "" if force else nothing_to_do(run, open_store(run), last, record.inputs)
         if not note or last is None:
             return None
-        log.info("%s", note)
         record.used, record.artifacts, record.release = last.used, last.artifacts, last.release
+        if last.state == "refused":
+            raise refused_before(last, note)
+        log.info("%s", note)
         known = last.result or {"endpoint": "", "model": run.serve.name, "release": ""}
         return PipelineResult(**{**known, "outcome": "unchanged", "note": note})
 
@@ -100,8 +103,10 @@ def _watched(
             folder = open_store(run).root / model
             run_command(run.notify.promoted_command, folder, result.release, run.serve.name)
     except GateRefused as error:
-        record.state, record.error = "refused", str(error)
-        _tell(run, record, link, error.details)
+        again = "refused_by" in error.details
+        record.state, record.error = "still refused" if again else "refused", str(error)
+        # A refusal is told once; each later run only says that nothing changed.
+        _tell(run, record, link, error.details, event="unchanged" if again else "refused")
         raise
     except TuneserveError as error:
         record.state, record.error = "failed", str(error)
@@ -113,7 +118,8 @@ def _watched(
         raise
     except BaseException as error:
         record.state = "cancelled"  # by a person, or because the machine goes down
-        if isinstance(error, SystemExit) and error.code != 128 + signal.SIGTERM:
+        stopped = (128 + signal.SIGTERM, 128 + signal.SIGINT)
+        if isinstance(error, SystemExit) and error.code not in stopped:
             record.state, record.error = "failed", "whoever started this run is gone"
             _tell(run, record, link, {})
         raise
@@ -126,6 +132,17 @@ def _watched(
     record.result = result.to_json()
     _tell(run, record, link, {**result.metrics, "note": result.note}, event=result.outcome)
     return result
+
+
+def refused_before(last: RunRecord, note: str) -> GateRefused:
+    """What a run says that would only be refused again."""
+    why = " ".join(last.error.partition("\n  expected: ")[0].split())
+    return GateRefused(
+        f"{note}; it was refused because: {why}",
+        expected="other data, another setting, or another threshold than then",
+        hint="change one of them, or judge the same model again with --force",
+        details={"refused_by": last.id, "note": note},
+    )
 
 
 def _accounted(run: RunFile, execute: Execute, runs: Runs, record: RunRecord) -> Execute:

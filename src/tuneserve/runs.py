@@ -41,7 +41,7 @@ class RunRecord:
         name: `name` of the run file.
         served: `serve.name`.
         state: running; promoted; confirmed (all was there and serves); unchanged (nothing to do);
-            refused; failed; cancelled; stale (killed).
+            refused; still refused (nothing changed since); failed; cancelled; stale (killed).
         stage: The stage it is in, or was in when it ended.
         inputs: Digest of everything that decides the result; empty until it is known.
         artifacts: Artifact ids by kind: what led to the release.
@@ -93,6 +93,20 @@ class Runs:
         """
         mine = (r for r in self.all() if r.served == served and r.state in _SETTLED)
         return max(mine, key=lambda record: record.ended or "", default=None)
+
+    def last_ends(self) -> dict[str, dict[str, Any]]:
+        """How the last run of each served name ended: run, state, when, stage and error."""
+        found = {record.served: record for record in self.all() if record.ended}
+        return {
+            served: {
+                "run": record.id,
+                "state": record.state,
+                "ended": record.ended,
+                "stage": record.stage,
+                "error": record.error.partition("\n  expected: ")[0],
+            }
+            for served, record in found.items()
+        }
 
     def save(self, record: RunRecord) -> None:
         """Replace the record on disk."""

@@ -134,6 +134,12 @@ def test_five_weeks_without_a_person(house: House) -> None:
         said = house.hook.heard[-1]
         assert said["event"] == "refused" and said["gates"][0]["passed"] is False
 
+        # The next night nothing is new: the refusal stands, and is not told a second time.
+        run, made = house.week("promote")
+        assert house.state(run).startswith("FAILED") and made == []
+        assert run.state is not None and "whose model was refused" in str(run.state.message)
+        assert f"{first} serves" in str(run.state.message) and house.champion == first
+
         # Week 5: more data, and a model that is better.
         house.deliver("week5", chats(80, 20))
         run, made = house.week("promote")
@@ -145,7 +151,7 @@ def test_five_weeks_without_a_person(house: House) -> None:
         "promoted", "failed", "refused", "promoted",
     ]  # fmt: skip
     assert [record.state for record in Runs().all()] == [
-        "promoted", "failed", "unchanged", "refused", "promoted",
+        "promoted", "failed", "unchanged", "refused", "still refused", "promoted",
     ]  # fmt: skip
     changed = difference(Store(house.folder / "store"), first, str(second))
     assert changed["data"]["train"] == {

@@ -45,7 +45,11 @@ def execute(call: StageCall) -> StageResult:
     def say(line: str) -> None:
         print(f"{time.strftime('%H:%M:%S')} {call.stage} | {line}", file=sys.stderr, flush=True)
 
-    result = run_stage(call, log_line=say)
+    try:
+        result = run_stage(call, log_line=say)
+    except SystemExit:  # Ctrl-C, or told to end
+        say("stopped; the same command goes on where it was")
+        raise
     how = "re-used" if result.cached else f"in {human_seconds(result.seconds)}"
     say(f"{result.artifact or 'done'} ({how})")
     if result.metrics.get("table"):

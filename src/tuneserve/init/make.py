@@ -214,9 +214,10 @@ def _found_lines(choice: Choice, found: DataLook | None) -> Iterator[str]:
         f"be used to train; training is predicted to take {human_bytes(train.peak.needed_bytes)}, "
         f"serving {human_bytes(serve.peak.needed_bytes)}"
     )
+    how = "converted, once" if choice.run.model.base.startswith("builtin:") else "downloaded"
     disk = f"Disk: {human_bytes(plan.disk_bytes)}"
     yield disk + (
-        f", {human_bytes(plan.download_bytes)} of it downloaded" if plan.download_bytes else ""
+        f", {human_bytes(plan.download_bytes)} of it {how}" if plan.download_bytes else ""
     )
 
 

@@ -22,6 +22,7 @@ from tuneserve.release.request import ReleaseRequest
 from tuneserve.release.stage import release
 from tuneserve.release.supervisor import GATEWAY, Keeper, server_program
 from tuneserve.release.unixhttp import load_of
+from tuneserve.runs import Runs
 from tuneserve.stagelog import latest_log
 from tuneserve.stages import STAGES
 
@@ -78,12 +79,14 @@ def release_model_dir(
 
 def status() -> dict[str, Any]:
     """What is serving: `endpoint`, `gateway`, and per name its release, state, since, health,
-    load, history.
+    load, history; and under `last_runs` how the last run of each name ended.
 
     A switch that was killed half-way is put in order first, when nobody else is at it.
     """
+    ends = Runs().last_ends()
     if not run_root().is_dir():
-        return {"endpoint": None, "gateway": "down", "default": None, "names": {}}
+        down = {"endpoint": None, "gateway": "down", "default": None, "names": {}}
+        return {**down, "last_runs": ends}
     places = layout()
     servers = promote.Servers(places, Keeper(places))
     _mend_interrupted(servers)
@@ -108,6 +111,7 @@ def status() -> dict[str, Any]:
         "keys": sorted(keys.read_keys(places.keys)),
         "tls_root": str(root_certificate(places)) if listen and listen.tls == "internal" else None,
         "names": names,
+        "last_runs": ends,
     }
 
 

@@ -11,9 +11,13 @@ _SHOWN = 3
 
 
 def status_text(status: Mapping[str, Any]) -> str:
-    """A few lines a name: what serves, since when, how it is, and what served before."""
+    """A few lines a name: what serves, since when, how it is, what served before, and how the last
+    run ended.
+    """
+    ends = dict(status.get("last_runs") or {})
     if not status["names"]:
-        return "nothing was released yet; `tuneserve run RUN.yaml` does"
+        nothing = "nothing was released yet; `tuneserve run RUN.yaml` does"
+        return "\n".join([nothing, *_ends(ends)])
     lines = [f"endpoint: {status['endpoint'] or '(the gateway is down)'}"]
     if status.get("tls_root"):
         lines.append(f"  clients must trust {status['tls_root']}")
@@ -33,7 +37,9 @@ def status_text(status: Mapping[str, Any]) -> str:
             kept = human_bytes(entry["warm_memory_bytes"])
             lines.append(f"  kept warm: {entry['warm']}, {kept} (a rollback to it is instant)")
         lines += _history(entry)
-    return "\n".join(lines)
+        if name in ends:
+            lines.append(f"  last run: {_end(ends.pop(name))}")
+    return "\n".join([*lines, *_ends(ends)])
 
 
 def _load(entry: Mapping[str, Any]) -> str:
@@ -45,6 +51,20 @@ def _load(entry: Mapping[str, Any]) -> str:
         parts.append(f"{entry.get('requests_per_second', 0.0):.2f} requests/s in the last minute")
         parts.append(f"{entry['requests_total']:.0f} since it started")
     return ", ".join(parts)
+
+
+def _ends(ends: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    return [f"{served}: nothing serves; last run: {_end(end)}" for served, end in ends.items()]
+
+
+def _end(end: Mapping[str, Any]) -> str:
+    """How a run ended: a word where all is well, the reason where it is not."""
+    said = f"{end['state']}, {end['ended'][:19]}Z"
+    if not end["error"]:
+        return said
+    where = f" in {end['stage']}" if end["state"] in ("failed", "stale") and end["stage"] else ""
+    why = " ".join(end["error"].split())
+    return f"{end['state'].upper()}{where}, {end['ended'][:19]}Z: {why}"
 
 
 def _history(entry: Mapping[str, Any]) -> list[str]:
