@@ -26,7 +26,7 @@ from tuneserve.errors import (
     RunFileError,
     ServerError,
 )
-from tuneserve.release import control, state
+from tuneserve.release import control, gateway, state
 from tuneserve.release.layout import current_release, layout
 from tuneserve.release.stage import release
 from tuneserve.release.status_text import status_text
@@ -186,7 +186,11 @@ def test_a_server_that_hangs_is_not_ready(house: House, monkeypatch: pytest.Monk
     assert not processes_of(house.folder)
 
 
-def test_hold_keeps_requests_waiting_and_restores_the_champion(house: House) -> None:
+def test_hold_keeps_requests_waiting_and_restores_the_champion(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Shorter than they are held: they have been sent, so that this limit is not theirs.
+    monkeypatch.setattr(gateway, "_CLIENT_SEND_SECONDS", 1)
     first = release(house.request("a"))["release"]
     statuses: list[tuple[int, str]] = []
 
@@ -194,7 +198,7 @@ def test_hold_keeps_requests_waiting_and_restores_the_champion(house: House) -> 
         answer = house.chat()
         statuses.append((answer.status_code, answer.headers["x-tuneserve-release"]))
 
-    second_request = house.request("b", rollout="hold", behaviour={"start_seconds": 1.5})
+    second_request = house.request("b", rollout="hold", behaviour={"start_seconds": 3})
     asking = threading.Thread(target=lambda: [ask() for _ in range(40) if not time.sleep(0.1)])
     ask()
     asking.start()

@@ -186,6 +186,9 @@ def _proxy(socket_path: Path, listen: Listen) -> dict[str, Any]:
         # A kept connection would go on reaching the old server after the symlink was switched.
         "transport": {"protocol": "http", "keep_alive": {"enabled": False}},
         "flush_interval": -1,
+        # Read at once, though nobody may be there to take it: a body that were read only after a
+        # hold would find the time that its client has for sending it gone.
+        "request_buffers": MAX_BODY_BYTES,
         "load_balancing": {"try_duration": f"{listen.hold_seconds}s", "try_interval": "50ms"},
         # The server needs no key, and what it does not get it cannot log.
         "headers": {"request": {"delete": ["Authorization"]}},
