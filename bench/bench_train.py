@@ -3,10 +3,12 @@
     python bench/bench_train.py [--quick] [--shape qwen2-7b] [--peers ours,stock,unsloth]
 
 Every peer trains in a process of its own on the same random weights: rank 64 on q, k, v and o,
-2 rows of 2,048 tokens, three rows of four supervised; processes load side by side and then take
-turns. `stock` is what the usual recipe does (`prepare_model_for_kbit_training`, paged 8-bit AdamW);
-Unsloth is left out, and said so, where it is not installed. `--quick` takes the `tiny` shape, on a
-CPU too, to show that the script works, and writes nothing. The last line is one JSON object;
+2 rows of 2,048 tokens, three tokens of four supervised; processes load side by side and then take
+turns, and each has a time limit of its own. `stock` is what the usual recipe does
+(`prepare_model_for_kbit_training`, paged 8-bit AdamW); Unsloth compiles what it compiles by
+default before its first step, and is left out, and said so, where it is not installed. `--quick`
+takes the `tiny` shape, on a CPU too, to show that the script works, and writes nothing. The last
+line is one JSON object;
 `ratio` is our seconds a step over the fastest peer's with the same base.
 """
 
@@ -51,11 +53,13 @@ def main() -> None:
     parser.add_argument("--peers", default="ours,stock,unsloth")
     parser.add_argument("--folder", type=Path, help="keep weights here, and use those there")
     parser.add_argument("--unsloth-path", default="", help="PYTHONPATH of Unsloth's packages")
+    parser.add_argument("--limit", type=float, default=280.0, help="seconds for a group of peers")
+    parser.add_argument("--at-once", type=int, default=5, help="models on the card at once")
     parser.add_argument(
         "--be", nargs=3, metavar=("PEER", "SETTING", "BASE"), help=argparse.SUPPRESS
     )
     parser.add_argument("--turn", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--of", type=int, default=1, help=argparse.SUPPRESS)
+    parser.add_argument("--of", type=int, default=1, help=argparse.SUPPRESS)  # itself included
     options = parser.parse_args()
     if options.be:
         peer, setting, base = options.be
@@ -70,7 +74,13 @@ def main() -> None:
         step = found.get("seconds_per_step") or 0
         error = found.get("error", "")
         print(f"{found['peer']:<10}{found['setting']:<14}{gib:>14.2f}{step:>10.3f}  {error}")
-    result = {"bench": "train", "shape": options.shape, **_ratio(results), "runs": results}
+    result = {
+        "bench": "train",
+        "command": "python " + " ".join(["bench/bench_train.py", *sys.argv[1:]]),
+        "shape": options.shape,
+        **_ratio(results),
+        "runs": results,
+    }
     if not options.quick:
         RESULT.parent.mkdir(exist_ok=True)
         RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -109,37 +119,67 @@ def _all(options: argparse.Namespace) -> list[dict[str, Any]]:
     )
     runs = [(peer, setting) for peer in options.peers.split(",") for setting in RUNS[peer]]
     results = []
-    for begin in range(0, len(runs), 5):  # so many models are on the card at once
-        group = runs[begin : begin + 5]
-        turn = ["--turn", tempfile.mkdtemp(), "--of", str(len(group))]
-        children, logs = [], []
-        for peer, setting in group:
-            command = [sys.executable, __file__, "--be", peer, setting, str(base), *turn]
-            if peer == "ours":
-                command = [sys.executable, str(SCRIPT), *_ours(options, setting, place), *turn]
-            elif options.quick:
-                command.append("--quick")
-            environment = dict(os.environ)
-            if peer == "unsloth" and options.unsloth_path:
-                environment["PYTHONPATH"] = options.unsloth_path
-            # Into files: a child that waits for its turn must not wait for a reader as well.
-            logs.append((tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")))
-            out_file, err_file = logs[-1]
-            children.append(
-                subprocess.Popen(command, stdout=out_file, stderr=err_file, env=environment)
-            )
-        for (peer, setting), child, files in zip(group, children, logs, strict=True):
-            child.wait()
-            out, err = (file.seek(0) or file.read() for file in files)
-            found: dict[str, Any] = {"peer": peer, "setting": setting}
-            try:
-                found |= json.loads(out.strip().splitlines()[-1])
-            except (ValueError, IndexError):
-                found["error"] = (err.strip().splitlines() or ["nothing was printed"])[-1][:300]
-                sys.stderr.write(f"== {peer} {setting}\n{err[-3000:]}\n")
-            results.append(found)
-            print(json.dumps(found), flush=True)
+    for begin in range(0, len(runs), options.at_once):
+        results += _group(options, runs[begin : begin + options.at_once], base, place)
     return results
+
+
+def _group(
+    options: argparse.Namespace, group: list[tuple[str, str]], base: Path, place: Path
+) -> list[dict[str, Any]]:
+    """Peers that load side by side and take turns."""
+    turn = [
+        *("--turn", str(options.turn or tempfile.mkdtemp())),
+        *("--of", str(len(group) - 1 + options.of)),
+    ]
+    until = time.monotonic() + options.limit
+    started = []
+    for peer, setting in group:
+        command = [sys.executable, __file__, "--be", peer, setting, str(base), *turn]
+        if peer == "ours":
+            command = [sys.executable, str(SCRIPT), *_ours(options, setting, place), *turn]
+        elif options.quick:
+            command.append("--quick")
+        # Into files: a child that waits for its turn must not wait for a reader as well.
+        out, err = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
+        environment = _environment(options, peer, place)
+        child = subprocess.Popen(command, stdout=out, stderr=err, env=environment)
+        started.append((peer, setting, child, out, err))
+    results = []
+    for peer, setting, child, out, err in started:
+        found: dict[str, Any] = {"peer": peer, "setting": setting}
+        try:
+            child.wait(max(1.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+            found["error"] = f"not done after {options.limit:.0f} s"
+        said, errors = (file.seek(0) or file.read() for file in (out, err))
+        try:
+            found |= json.loads(said.strip().splitlines()[-1])
+        except (ValueError, IndexError):
+            last = (errors.strip().splitlines() or ["nothing was printed"])[-1]
+            found.setdefault("error", last[:300])
+            sys.stderr.write(f"== {peer} {setting}\n{errors[-3000:]}\n")
+        results.append(found)
+        print(json.dumps(found), flush=True)
+    return results
+
+
+def _environment(options: argparse.Namespace, peer: str, place: Path) -> dict[str, str]:
+    """A peer's; what it compiles is kept for the next process, beside the weights."""
+    environment = dict(os.environ)
+    if peer == "unsloth":
+        cache = place / "compiled"
+        environment |= {
+            "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+            "TRITON_CACHE_DIR": str(cache / "triton"),
+            "UNSLOTH_COMPILE_LOCATION": str(cache / "unsloth"),
+            "UNSLOTH_DISABLE_STATISTICS": "1",
+        }
+        if options.unsloth_path:
+            environment["PYTHONPATH"] = options.unsloth_path
+    return environment
 
 
 def _run(command: list[str]) -> None:
@@ -195,11 +235,23 @@ def _peer_step(peer: str, setting: str, base: Path, options: argparse.Namespace)
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())  # waits for the GPU
         seconds.append(time.perf_counter() - began)
-    found = {"seconds_per_step": round(statistics.median(seconds[2:]), 4), "losses": losses}
+    found = {
+        "seconds_per_step": round(statistics.median(seconds[2:]), 4),
+        "first_step_seconds": round(seconds[0], 2),
+        "losses": losses,
+        "versions": _versions(peer),
+    }
     if cuda:
         found["peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
         found["peak_reserved_bytes"] = torch.cuda.max_memory_reserved()
     return found
+
+
+def _versions(peer: str) -> dict[str, str]:
+    from importlib.metadata import version
+
+    names = ["torch", "transformers", "peft", "bitsandbytes"]
+    return {name: version(name) for name in names + ["unsloth"] * (peer == "unsloth")}
 
 
 def _load_stock(setting: str, base: Path, options: argparse.Namespace) -> Any:

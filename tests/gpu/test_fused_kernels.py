@@ -23,7 +23,7 @@ def test_silu_mul() -> None:
     product = torch.nn.functional.silu(g) * u
     d = torch.randn(300, 2600, device="cuda", dtype=torch.bfloat16)
     product.backward(d.double())
-    assert _error(elementwise.silu_mul(gate, up), product) < 4e-3
+    assert _error(elementwise.silu_mul(gate, up, torch.empty_like(d)), product) < 4e-3
     elementwise.silu_mul_backward(d, gate, up, (gate, up), keep_product=True)
     assert _error(gate, g.grad) < 4e-3
     assert _error(up, u.grad) < 4e-3
@@ -62,3 +62,19 @@ def test_cross_entropy() -> None:
     losses.sum().backward()
     assert _error(elementwise.cross_entropy(logits, labels, 1.0), losses) < 1e-5
     assert _error(logits, z.grad) < 4e-3
+
+
+def test_columns_of_a_quantized_weight() -> None:
+    """The kernel for columns is used, and gives the library's numbers to the bit."""
+    bnb = pytest.importorskip("bitsandbytes")
+
+    from tuneserve.lm.frozen import Weight
+
+    layer = bnb.nn.Linear4bit(1536, 200, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4")
+    layer = layer.to(torch.bfloat16).cuda()
+    whole = bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+    weight = Weight(layer)
+    assert weight._direct is not None and weight._direct.table is not None
+    for begin, end in ((0, 1024), (1024, 1536), (64, 128)):
+        out = torch.empty(200, end - begin, device="cuda", dtype=torch.bfloat16)
+        assert torch.equal(weight.columns(begin, end, None, out), whole[:, begin:end])

@@ -102,6 +102,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--make-only", action="store_true", help="make the weights, no more")
     parser.add_argument("--turn", type=Path, help="folder: wait for --of others, then train alone")
     parser.add_argument("--of", type=int, default=1, help="processes that take turns")
+    parser.add_argument("--places", type=int, help="block inputs on the GPU with offload")
     parser.add_argument("--profile", type=Path, help="write what one step spends its time on")
     return parser.parse_args()
 
@@ -125,23 +126,18 @@ def _process_gpu_bytes() -> int | None:
 
 def _instrument(options: argparse.Namespace) -> None:
     """Take turns on the GPU, and profile a step: hooks around the product's own functions."""
-    from tuneserve.train import attempt, trainer
+    from tuneserve.train import attempt, offload, trainer
 
+    if options.places is not None:
+        offload.OFFLOAD_PLACES = options.places
     smoke = attempt.smoke_step
 
     def in_turn(*arguments: Any, **named: Any) -> None:
         _wait_for_turn(options.turn, options.of)
         smoke(*arguments, **named)
 
-    train = attempt.Attempt._train
-
-    def then_let_go(*arguments: Any, **named: Any) -> None:
-        train(*arguments, **named)
-        while _LOCK:
-            _LOCK.pop().close()
-
     if options.turn:
-        attempt.smoke_step, attempt.Attempt._train = in_turn, then_let_go
+        attempt.smoke_step = in_turn
     if options.profile:
         import torch
 
@@ -170,19 +166,23 @@ _LOCK: list[Any] = []
 
 
 def _wait_for_turn(folder: Path, of: int) -> None:
-    """Until all have loaded, then until nobody else trains; the lock goes with the process."""
+    """Until all have loaded, then until nobody else trains; the lock goes with the process.
+
+    Somebody who saves or ends takes locks in the driver that the others' steps wait for.
+    """
     import fcntl
     import os
     import time
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"ready-{os.getpid()}").touch()
-    until = time.monotonic() + 150
+    until = time.monotonic() + 170
     while len(list(folder.glob("ready-*"))) < of and time.monotonic() < until:
         time.sleep(0.05)
     lock = (folder / "lock").open("w")
     fcntl.flock(lock, fcntl.LOCK_EX)
     _LOCK.append(lock)
+    time.sleep(1.0)  # the one before gives its memory back
 
 
 def _make_base(folder: Path, shape: str) -> None:
@@ -201,7 +201,7 @@ def _make_base(folder: Path, shape: str) -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def _make_dataset(folder: Path, vocabulary: int, rows: int, length: int) -> None:
+def _make_dataset(folder: Path, vocabulary: int, rows: int, length: int, held_out: int = 0) -> None:
     import numpy as np
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -212,7 +212,7 @@ def _make_dataset(folder: Path, vocabulary: int, rows: int, length: int) -> None
     folder.mkdir(parents=True)
     numbers = np.random.default_rng(0)
     ints = pa.list_(pa.int32())
-    for name, count in (("train", rows), ("eval", 0)):
+    for name, count in (("train", rows), ("eval", held_out)):
         ids = numbers.integers(4, vocabulary, (count, length), dtype=np.int32)
         labels = ids.copy()
         labels[:, : length // 4] = -100

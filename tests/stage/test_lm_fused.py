@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import itertools
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,8 +31,9 @@ TARGETS = ["all-linear", ATTENTION, ["up_proj", "down_proj"], ["gate_proj"]]
 @pytest.fixture(autouse=True)
 def several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut the small MLPs here into three parts, the last of them narrower."""
-    monkeypatch.setattr(fused, "_PART_BYTES", 40_000)
+    monkeypatch.setattr(fused, "_PART_BYTES", 120_000)
     monkeypatch.setattr(fused, "_PART_WIDTH", 64)
+    monkeypatch.setattr(fused, "_PART_MULTIPLE", 128)
 
 
 def make(dtype: torch.dtype, targets: Any, *, nf4: bool, family: str = "qwen2", **lora: Any) -> Any:
@@ -142,6 +145,20 @@ def test_bfloat16_is_no_less_exact_than_the_plain_modules(recompute: bool) -> No
     fuse(model)
     _, ours = step(model, recompute=recompute)
     assert worst(ours, exact) < 1.1 * worst(plain, exact)
+
+
+def test_columns_of_a_quantized_weight() -> None:
+    """As the library dequantizes all of it."""
+    import bitsandbytes.functional as bnb
+
+    from tuneserve.lm.frozen import Weight
+
+    model = make(torch.bfloat16, ATTENTION, nf4=True)
+    layer = model.base_model.model.model.layers[0].mlp.down_proj
+    whole = bnb.dequantize_4bit(layer.weight.data.view(-1, 1), layer.weight.quant_state)
+    for begin, end in ((64, 256), (0, 320), (256, 320)):
+        out = torch.empty(128, end - begin, dtype=torch.bfloat16)
+        assert torch.equal(Weight(layer).columns(begin, end, None, out), whole[:, begin:end])
 
 
 def test_what_is_kept_per_mlp() -> None:
@@ -260,8 +277,14 @@ def test_the_plan_counts_with_the_same_sizes() -> None:
     assert whole._PART_WIDTH == fusedstep.PART_WIDTH
     assert whole._PART_MULTIPLE == fusedstep.PART_MULTIPLE
     assert whole._LOGITS_BYTES == fusedstep.LOGITS_BYTES
-    for tokens, inner in ((4096, 18944), (8192, 14336), (60, 300)):
-        assert whole._parts(tokens, inner, 2)[0][1] == fusedstep.part_width(tokens, inner, 2)
+    sizes = ((4096, 3584, 18944), (8192, 4096, 14336), (8, 3584, 18944), (60, 128, 300))
+    for (tokens, hidden, inner), quantized in itertools.product(sizes, (False, True)):
+        into = SimpleNamespace(out_features=inner, in_features=hidden, quantized=quantized)
+        back = SimpleNamespace(out_features=hidden, in_features=inner, quantized=quantized)
+        layers = tuple(whole.Layer(weight) for weight in (into, into, back))  # type: ignore[arg-type]
+        arch = SimpleNamespace(hidden=hidden, inner=inner)
+        width = fusedstep.part_width(tokens, arch, 2, quantized=quantized)  # type: ignore[arg-type]
+        assert whole._parts(tokens, layers, 2)[0][1] == width
 
 
 KERNELS = """
@@ -290,6 +313,13 @@ ours = kernels.cross_entropy(one, labels, 0.3)
 theirs = elementwise.cross_entropy(other, labels, 0.3)
 errors["loss"] = ours - theirs
 errors["loss back"] = one - other
+packed = torch.randint(0, 256, (5, 160), dtype=torch.uint8)
+scales, table = torch.rand(5, 5), torch.randn(16)
+codes = torch.stack((packed >> 4, packed & 15), -1).view(5, 320).long()
+weight = table[codes] * scales.repeat_interleave(64, 1)
+part = torch.empty(5, 192)
+kernels.dequantize_columns(packed, scales, table, (5, 320, 64), 128, part)
+errors["columns"] = part - weight[:, 128:]
 print("ERRORS" + json.dumps({k: float(v.abs().max()) for k, v in errors.items()}))
 """
 
@@ -306,4 +336,4 @@ def test_triton_kernels_in_the_interpreter() -> None:
         check=True,
     )
     errors = json.loads(done.stdout.rpartition("ERRORS")[2])
-    assert len(errors) == 7 and all(error < 5e-6 for error in errors.values()), errors
+    assert len(errors) == 8 and all(error < 5e-6 for error in errors.values()), errors

@@ -63,6 +63,27 @@ def silu_mul_backward(
         gradient.copy_(product)
 
 
+def dequantize_columns(
+    packed: torch.Tensor,
+    scales: torch.Tensor,
+    table: torch.Tensor,
+    shape: tuple[int, int, int],
+    begin: int,
+    out: torch.Tensor,
+) -> None:
+    """Columns of a 4-bit weight from `begin` on, into `out` [rows, columns]. On a GPU only.
+
+    Args:
+        packed: Two weights a byte, the first in its upper half.
+        scales: One for each block of weights.
+        table: What the sixteen codes stand for.
+        shape: Rows and columns of the whole weight, and the weights in a block.
+        begin: First column, even.
+        out: As many columns as are wanted, an even number, contiguous.
+    """
+    _kernels().dequantize_columns(packed, scales, table, shape, begin, out)
+
+
 class _Rotate(torch.autograd.Function):
     """Rotary position embedding (Su et al., 2021) of queries and keys; only the angles are kept."""
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tuneserve.lm import elementwise
+
 log = logging.getLogger(__name__)
 
 _KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -133,6 +135,37 @@ class Weight:
             (out,) = borrowed.take(self.device, self.dtype, shape)
         return self.rows(0, self.out_features, None, out)
 
+    def columns(self, begin: int, end: int, scales: Tensor | None, out: Tensor | None) -> Tensor:
+        """Columns `begin` to `end`, [out, end - begin]; as `rows`.
+
+        Args:
+            begin: First column; a multiple of the blocks that share a scale, as is `end`.
+            end: One after the last.
+            scales: `scales()`, or None.
+            out: [out, end - begin], contiguous; None unless quantized.
+        """
+        if not self.quantized:
+            return self._stored[:, begin:end]
+        assert out is not None
+        scales = self.scales() if scales is None else scales
+        state = self._state
+        if self._direct is not None and self._direct.table is not None:
+            whole = (self.out_features, self.in_features, state.blocksize)
+            elementwise.dequantize_columns(
+                self._stored, scales, self._direct.table, whole, begin, out
+            )
+            return out
+        packed = self._stored.view(self.out_features, -1)[:, begin // 2 : end // 2]
+        blocks = scales.view(self.out_features, -1)
+        blocks = blocks[:, begin // state.blocksize : end // state.blocksize]
+        arguments = (packed.reshape(-1, 1), blocks.reshape(-1).contiguous(), state.blocksize)
+        out.copy_(
+            torch.ops.bitsandbytes.dequantize_4bit.default(
+                *arguments, state.quant_type, tuple(out.shape), state.dtype
+            )
+        )
+        return out
+
 
 class _Direct:
     """The library's own kernels, by address."""
@@ -145,6 +178,7 @@ class _Direct:
         self._blocksize, self._index = state.blocksize, stored.device.index
         self._count = state.absmax.numel()
         self._packed = stored.data_ptr()
+        self.table: Tensor | None = None  # the sixteen values, for whole columns at a time
         if state.nested:
             second = state.state2
             self._code, self._quantized = second.code.data_ptr(), state.absmax.data_ptr()
@@ -198,5 +232,21 @@ def _direct(stored: Tensor, state: Any) -> _Direct | None:
     except (ImportError, AttributeError, TypeError, OSError) as error:
         log.info("bitsandbytes' kernels are called through its own functions (%s)", error)
         return None
-    theirs = bnb.dequantize_4bit(stored.view(-1, 1), state)[-rows:]
-    return direct if torch.equal(ours, theirs) else None
+    whole = bnb.dequantize_4bit(stored.view(-1, 1), state)
+    if not torch.equal(ours, whole[-rows:]):
+        return None
+    direct.table = _table(stored, state, direct.scales(), whole)
+    return direct
+
+
+def _table(stored: Tensor, state: Any, scales: Tensor, whole: Tensor) -> Tensor | None:
+    """The values of the sixteen codes, if the kernel for columns gives the library's numbers."""
+    count, width = whole.shape
+    size = state.blocksize
+    if not elementwise.has_triton() or width < 3 * size or width % size:
+        return None
+    table: Tensor = state.code.float().contiguous()
+    begin = width // size // 2 * size
+    out = torch.empty((count, width - begin), dtype=state.dtype, device=stored.device)
+    elementwise.dequantize_columns(stored, scales, table, (count, width, size), begin, out)
+    return table if torch.equal(out, whole[:, begin:]) else None

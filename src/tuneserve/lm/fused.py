@@ -20,11 +20,14 @@ from torch import Tensor
 from tuneserve.lm import elementwise
 from tuneserve.lm.frozen import Weight, borrowed
 
-# The MLP goes through its inner width in parts whose activations take about this much, so that the
-# width does not decide the peak; narrower parts would leave matrix units idle.
-_PART_BYTES = 40 * 2**20
+# The MLP goes through its inner width in parts whose activations and dequantized weights take about
+# this much, so that neither the width nor the rows decide the peak; narrower parts than _PART_WIDTH
+# would leave matrix units idle, and each costs a handful of launches.
+_PART_BYTES = 216 * 2**20
 _PART_WIDTH = 2048
-_PART_MULTIPLE = 128
+# Tiles of matrix units are 128 x 256. In widths of so many, the tiles of a few thousand rows come
+# out near a multiple of a large card's 132 multiprocessors; between them up to a fifth is idle.
+_PART_MULTIPLE = 1024
 # Logits of the head exist for so many bytes at a time.
 _LOGITS_BYTES = 128 * 2**20
 
@@ -127,9 +130,14 @@ class GatedMlp(torch.autograd.Function):
         return dx.view(ctx.shape), None, None, *found
 
 
-def _parts(rows: int, inner: int, element_bytes: int) -> list[tuple[int, int]]:
+def _parts(rows: int, layers: tuple[Layer, ...], element_bytes: int) -> list[tuple[int, int]]:
     """The inner width in equal parts, each a multiple of what matrix units like, the last less."""
-    count = max(1, min(-(-rows * inner * element_bytes // _PART_BYTES), inner // _PART_WIDTH))
+    gate, down = layers[0].weight, layers[2].weight
+    inner = gate.out_features
+    column = 3 * rows * element_bytes  # product, gate and up projection; and the weights to these
+    column += 2 * gate.in_features * element_bytes * gate.quantized
+    column += down.out_features * element_bytes * down.quantized
+    count = max(1, min(-(-inner * column // _PART_BYTES), inner // _PART_WIDTH))
     width = -(-inner // count)
     width = -(-width // _PART_MULTIPLE) * _PART_MULTIPLE
     return [(begin, min(begin + width, inner)) for begin in range(0, inner, width)]
@@ -151,14 +159,15 @@ class _Work:
         self._factors = (factors[0:2], factors[2:4])
         gate, up, down = (layer.weight for layer in layers)
         self._together = gate.quantized and up.quantized
-        rows, inner = len(x), gate.out_features
+        rows = len(x)
         shapes = [(rows, width), (rows, 2 * width if both else 0)]
         shapes += [(2 * width, gate.in_features)] if self._together else []
-        shapes += [(down.out_features, inner)] if down.quantized else []
+        shapes += [(down.out_features, width)] if down.quantized else []
         parts = borrowed.take(x.device, x.dtype, *shapes)
         self._product, self._both, self._pair = parts[0], parts[1], parts[2:3]
-        self.dense = down.dense(parts[-1] if down.quantized else None)
+        self._down = parts[-1] if down.quantized else None
         self._scales = [w.scales() if self._together else None for w in (gate, up)]
+        self._scales.append(down.scales() if down.quantized else None)
         self.inner = [None if a is None else x @ a.t() for a, _ in self._factors]
 
     def product(self, width: int) -> Tensor:
@@ -180,6 +189,13 @@ class _Work:
         gate.rows(begin, end, self._scales[0], pair[:width])
         up.rows(begin, end, self._scales[1], pair[width:])
         return [pair]
+
+    def down(self, begin: int, end: int) -> Tensor:
+        """[out, end - begin]: columns of the down projection."""
+        part, width = self._down, end - begin
+        if part is not None and part.shape[1] != width:
+            part = part.view(-1)[: len(part) * width].view(len(part), width)
+        return self._layers[2].weight.columns(begin, end, self._scales[2], part)
 
     def both(self, width: int) -> Tensor:
         """[rows, 2 width] for gate and up projection, or their gradients, beside one another."""
@@ -213,7 +229,7 @@ def _forward(
     """The MLP's output. With `kept`, [rows, 2 inner], gate and up projection are left there."""
     a, b = factors[4:6]
     down = layers[2]
-    parts = _parts(len(x), layers[0].weight.out_features, x.element_size())
+    parts = _parts(len(x), layers, x.element_size())
     work = _Work(x, layers, factors, parts[0][1], both=kept is None)
     half = 0 if kept is None else kept.shape[1] // 2
     y = inner = None
@@ -228,7 +244,7 @@ def _forward(
             gate, up = kept[:, begin:end], kept[:, half + begin : half + end]
             work.project(begin, end, weights, (gate, up))
         product = elementwise.silu_mul(gate, up, work.product(width))
-        y = _add(y, product, work.dense[:, begin:end].t())
+        y = _add(y, product, work.down(begin, end).t())
         if a is not None:
             inner = _add(inner, product, a[:, begin:end].t())
     assert y is not None
@@ -256,7 +272,7 @@ class _Backward:
         factors: tuple[Tensor | None, ...],
     ) -> None:
         self._d, self._x, self._kept, self._layers, self._factors = d, x, kept, layers, factors
-        self.parts = _parts(len(d), layers[0].weight.out_features, d.element_size())
+        self.parts = _parts(len(d), layers, d.element_size())
         self._work = _Work(d if x is None else x, layers, factors, self.parts[0][1], both=True)
         down_b = factors[5]
         self._back = None if down_b is None else (d @ down_b).mul_(layers[2].scale)
@@ -276,7 +292,7 @@ class _Backward:
         else:
             half = self._kept.shape[1] // 2
             gate, up = self._kept[:, begin:end], self._kept[:, half + begin : half + end]
-        d = torch.mm(self._d, work.dense[:, begin:end], out=work.product(width))
+        d = torch.mm(self._d, work.down(begin, end), out=work.product(width))
         down_a = self._factors[4]
         if down_a is not None:
             d.addmm_(self._back, down_a[:, begin:end])

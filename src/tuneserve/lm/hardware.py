@@ -43,3 +43,10 @@ def release_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def drop_workspaces() -> None:
+    """Give back what cuBLAS holds for this thread: 32 MiB, beside as many for the way back's."""
+    drop = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if drop is not None and torch.cuda.is_initialized():
+        drop()

@@ -17,6 +17,7 @@ import triton.language as tl
 
 _BLOCK = 1024
 _VOCABULARY_BLOCK = 4096
+_PAIRS = 512
 
 
 @triton.jit
@@ -126,6 +127,32 @@ def _cross_entropy(z_ptr, label_ptr, loss_ptr, z_row, vocabulary, scale, BLOCK: 
         tl.store(begin + at, d.to(z_ptr.dtype.element_ty), mask=at < vocabulary)
 
 
+@triton.jit
+def _dequantize_columns(
+    packed_ptr,
+    scales_ptr,
+    table_ptr,
+    out_ptr,
+    packed_row,
+    scales_row,
+    begin,
+    pairs,
+    blocksize,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < pairs
+    both = tl.load(packed_ptr + row * packed_row + begin // 2 + at, mask=inside, other=0)
+    scale_at = scales_ptr + row * scales_row + (begin + 2 * at) // blocksize
+    scale = tl.load(scale_at, mask=inside, other=0.0)
+    first = tl.load(table_ptr + (both >> 4)) * scale
+    second = tl.load(table_ptr + (both & 15)) * scale
+    values = tl.interleave(first, second).to(out_ptr.dtype.element_ty)
+    to = 2 * tl.program_id(1) * BLOCK + tl.arange(0, 2 * BLOCK)
+    tl.store(out_ptr + row * 2 * pairs + to, values, mask=to < 2 * pairs)
+
+
 def silu_mul(gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """``silu(gate) * up``, [rows, width], into `out`; rows may lie apart."""
     rows, width = gate.shape
@@ -188,3 +215,28 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, scale: float) -> t
         logits, labels, losses, logits.stride(0), vocabulary, scale, BLOCK=_VOCABULARY_BLOCK
     )
     return losses
+
+
+def dequantize_columns(
+    packed: torch.Tensor,
+    scales: torch.Tensor,
+    table: torch.Tensor,
+    shape: tuple[int, int, int],
+    begin: int,
+    out: torch.Tensor,
+) -> None:
+    """See `tuneserve.lm.elementwise`."""
+    rows, columns, blocksize = shape
+    pairs = out.shape[1] // 2
+    _dequantize_columns[rows, triton.cdiv(pairs, _PAIRS)](
+        packed,
+        scales,
+        table,
+        out,
+        columns // 2,
+        columns // blocksize,
+        begin,
+        pairs,
+        blocksize,
+        BLOCK=_PAIRS,
+    )

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from tuneserve.plan.memory import Step
 
 # As in `tuneserve.lm.fused`, which cannot be imported without torch; a test compares them.
-PART_BYTES = 40 * 2**20
+PART_BYTES = 216 * 2**20
 PART_WIDTH = 2048
-PART_MULTIPLE = 128
+PART_MULTIPLE = 1024
 LOGITS_BYTES = 128 * 2**20
 
 
@@ -31,9 +31,11 @@ def can_fuse(arch: Arch, *, dropout: bool, dora: bool) -> bool:
     return gated and arch.gate == "silu" and not dropout and not dora
 
 
-def part_width(tokens: int, inner: int, element_bytes: int) -> int:
+def part_width(tokens: int, arch: Arch, element_bytes: int, *, quantized: bool) -> int:
     """Width of the first of the parts that an MLP's inner width is cut into."""
-    count = max(1, min(-(-tokens * inner * element_bytes // PART_BYTES), inner // PART_WIDTH))
+    inner = arch.inner
+    column = 3 * element_bytes * (tokens + (arch.hidden if quantized else 0))
+    count = max(1, min(-(-inner * column // PART_BYTES), inner // PART_WIDTH))
     width = -(-inner // count)
     return min(-(-width // PART_MULTIPLE) * PART_MULTIPLE, inner)
 
@@ -41,10 +43,10 @@ def part_width(tokens: int, inner: int, element_bytes: int) -> int:
 def scratch_bytes(arch: Arch, step: Step) -> int:
     """What the widest user of the scratch memory takes: an MLP going back, or the head."""
     one = step.element_bytes
-    width = part_width(step.tokens, arch.inner, one)
+    width = part_width(step.tokens, arch, one, quantized=step.quantized)
     mlp = 3 * step.tokens * width * one
-    if step.quantized:  # a part of gate and of up, and the whole down projection
-        mlp += (2 * width + arch.inner) * arch.hidden * one
+    if step.quantized:  # a part of gate, of up and of the down projection
+        mlp += 3 * width * arch.hidden * one
     rows = min(max(64, LOGITS_BYTES // (arch.vocab * one)), step.tokens)
     return max(mlp, rows * arch.vocab * one)
 

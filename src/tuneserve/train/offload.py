@@ -1,102 +1,157 @@
-"""Checkpoints of gradient checkpointing held in host memory. Engine file: imports torch.
+"""Inputs of checkpointed blocks in host memory until the way back. Engine file: imports torch.
 
-What a checkpointed block keeps is its input, one hidden state a block. Here it is copied to pinned
-host memory beside the forward pass, and back one block ahead of the backward pass, both on streams
-of their own, so that the copies cost no time as long as a block takes longer than a copy.
+What a checkpointed block keeps is its input, one hidden state. Here it is copied into one of some
+lasting places on the GPU; those of the first blocks go on from there to pinned host memory while
+later ones are computed, and come back into the places that the way back has left. Either copy has
+as long as it takes to compute as many blocks as there are places, and nothing is allocated or
+freed on the way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-_WORTH_BYTES = 2**20
+OFFLOAD_PLACES = 10
+"""Two would do on a fast bus; but a copy costs some launches, and those the time of a slow CPU."""
 
 
-@dataclass
-class _Held:
-    """A tensor in host memory: where, and its copy on the GPU once that is under way."""
+@dataclass(frozen=True)
+class _Kept:
+    """The input of a block, held by `BlockInputs`."""
 
-    host: torch.Tensor
     number: int
-    copied: Any
-    back: torch.Tensor | None = None
-    arrived: Any = None
+    shape: torch.Size
+    dtype: torch.dtype
 
 
-class HostCheckpoints:
-    """Stands between checkpointed blocks and what they keep."""
+class BlockInputs:
+    """Stands between checkpointed blocks and what they keep.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._held: list[_Held] = []
+    Args:
+        device: Where the blocks compute; streams and pinned memory are for GPUs.
+        blocks: How many there are, called in order.
+        places: How many inputs lie on the device; at least two.
+    """
 
-    def around(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-        """A checkpointing function whose inputs are held here."""
+    def __init__(self, device: torch.device, blocks: int, places: int) -> None:
+        self._device, self._blocks, self._places = device, blocks, max(2, min(places, blocks))
+        self._gpu = device.type == "cuda"
+        self._out = torch.cuda.Stream(device) if self._gpu else None
+        self._in = torch.cuda.Stream(device) if self._gpu else None
+        self._size, self._next = 0, 0
+        self._here: list[torch.Tensor] = []
+        self._host: list[torch.Tensor] = []
+        self._left: dict[int, Any] = {}
+        self._arrived: dict[int, Any] = {}
+
+    def around(self, checkpoint: Callable[..., Any], number: int) -> Callable[..., Any]:
+        """The checkpointing function of block `number`, whose input is held here."""
 
         def held(function: Any, *args: Any, **kwargs: Any) -> Any:
-            with saved_tensors_hooks(self._pack, self._unpack):
+            wanted = args[0].data_ptr() if isinstance(args[0], torch.Tensor) else None
+
+            def pack(tensor: torch.Tensor) -> Any:
+                return self._pack(tensor, number) if tensor.data_ptr() == wanted else tensor
+
+            with saved_tensors_hooks(pack, self._unpack):
                 return checkpoint(function, *args, **kwargs)
 
         return held
 
-    def _pack(self, tensor: torch.Tensor) -> Any:
-        if not tensor.is_cuda or tensor.nbytes < _WORTH_BYTES or not tensor.is_contiguous():
+    def _pack(self, tensor: torch.Tensor, number: int) -> Any:
+        if number == 0:
+            self._make_room(tensor.nbytes)
+            self._next = 0
+        if number != self._next or tensor.nbytes > self._size or not tensor.is_contiguous():
             return tensor
-        # torch's allocator gives a block again once the copies that it was used in are done.
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        now = torch.cuda.current_stream(self._device)
-        self._out.wait_stream(now)
-        with torch.cuda.stream(self._out):
-            host.copy_(tensor, non_blocking=True)
-            copied = self._out.record_event()
-        tensor.record_stream(self._out)
-        held = _Held(host, len(self._held), copied)
-        self._held.append(held)
-        return held
+        self._next += 1
+        if number >= self._places:
+            self._wait(self._left.pop(number - self._places))
+        kept = _Kept(number, tensor.shape, tensor.dtype)
+        place = self._view(kept)
+        place.copy_(tensor)
+        if number < self._blocks - self._places:
+            with self._beside(self._out):
+                self._host[number][: tensor.nbytes].copy_(self._bytes(kept), non_blocking=True)
+                self._left[number] = self._mark(self._out)
+        return kept
 
-    def _unpack(self, packed: Any) -> torch.Tensor:
-        if not isinstance(packed, _Held):
-            return packed
-        self._fetch(packed)
-        if packed.number:  # the block before this one goes back next
-            self._fetch(self._held[packed.number - 1])
-        del self._held[packed.number :]
-        assert packed.back is not None
-        torch.cuda.current_stream(self._device).wait_event(packed.arrived)
-        tensor, packed.back = packed.back, None
-        return tensor
+    def _unpack(self, kept: Any) -> torch.Tensor:
+        if not isinstance(kept, _Kept):
+            return kept
+        # The block after this one has gone back, so another input may come into its place.
+        comes = kept.number + 1 - self._places
+        if comes >= 0 and kept.number + 1 < self._blocks:
+            with self._beside(self._in):
+                # The copy out of it ended before the place was used again.
+                there = self._bytes(_Kept(comes, kept.shape, kept.dtype))
+                there.copy_(self._host[comes][: there.nbytes], non_blocking=True)
+                self._arrived[comes] = self._mark(self._in)
+        if kept.number < self._blocks - self._places:
+            self._wait(self._arrived.pop(kept.number))
+        return self._view(kept)
 
-    def _fetch(self, held: _Held) -> None:
-        if held.back is not None:
+    def _make_room(self, size: int) -> None:
+        """Places of so many bytes; larger ones are made once, for the longest rows."""
+        if size <= self._size:
             return
-        held.back = torch.empty_like(held.host, device=self._device, pin_memory=False)
-        self._in.wait_stream(torch.cuda.current_stream(self._device))
-        self._in.wait_event(held.copied)
-        with torch.cuda.stream(self._in):
-            held.back.copy_(held.host, non_blocking=True)
-            held.arrived = self._in.record_event()
+        for stream in (self._out, self._in):
+            if stream is not None:
+                torch.cuda.current_stream(self._device).wait_stream(stream)
+        self._here, self._host, self._size = [], [], size
+        # In one piece, and yet each a tensor of its own: writing into one is no change of another.
+        storage = torch.empty(
+            self._places * size, dtype=torch.uint8, device=self._device
+        ).untyped_storage()
+        for place in range(self._places):
+            empty = torch.empty(0, dtype=torch.uint8, device=self._device)
+            self._here.append(empty.set_(storage, place * size, (size,)))  # type: ignore[call-overload]
+        for _ in range(self._blocks - self._places):
+            self._host.append(torch.empty(size, dtype=torch.uint8, pin_memory=self._gpu))
+
+    def _bytes(self, kept: _Kept) -> torch.Tensor:
+        size = kept.shape.numel() * kept.dtype.itemsize
+        return self._here[kept.number % self._places][:size]
+
+    def _view(self, kept: _Kept) -> torch.Tensor:
+        return self._bytes(kept).view(kept.dtype).view(kept.shape)
+
+    def _beside(self, stream: Any) -> AbstractContextManager[Any]:
+        """Work on another stream, after all that was asked for on this one."""
+        if stream is None:
+            return nullcontext()
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        return torch.cuda.stream(stream)
+
+    def _mark(self, stream: Any) -> Any:
+        return None if stream is None else stream.record_event()
+
+    def _wait(self, event: Any) -> None:
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
 
 
-def hold_checkpoints_on_host(model: Any) -> None:
-    """From when checkpointing is switched on, hold what its blocks keep in host memory."""
+def hold_block_inputs(model: Any) -> None:
+    """From when checkpointing is switched on, hold what its blocks keep; on a GPU only."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     device = next(model.parameters()).device
-    if device.type != "cuda":
+    blocks = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    if device.type != "cuda" or len(blocks) <= OFFLOAD_PLACES:
         return
-    store, enable = HostCheckpoints(device), model.gradient_checkpointing_enable
+    store = BlockInputs(device, len(blocks), OFFLOAD_PLACES)
+    enable = model.gradient_checkpointing_enable
 
     def enable_held(*args: Any, **kwargs: Any) -> None:
         enable(*args, **kwargs)
-        for module in model.modules():
-            if isinstance(module, GradientCheckpointingLayer):
-                plain = module._gradient_checkpointing_func
-                module._gradient_checkpointing_func = store.around(plain)
+        for number, block in enumerate(blocks):
+            plain = block._gradient_checkpointing_func
+            block._gradient_checkpointing_func = store.around(plain, number)
 
     model.gradient_checkpointing_enable = enable_held

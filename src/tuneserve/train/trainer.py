@@ -22,7 +22,7 @@ from trl import SFTConfig, SFTTrainer
 
 from tuneserve.config import TrainSection
 from tuneserve.errors import TrainingDiverged
-from tuneserve.lm import fused_head
+from tuneserve.lm import fused_head, hardware
 from tuneserve.lm.fuse import fuse
 from tuneserve.lm.loss import pad_rows
 from tuneserve.lm.rows import IGNORED, Rows
@@ -31,7 +31,7 @@ from tuneserve.train import collective, zero
 from tuneserve.train.adapter import WEIGHTS, load_adapter, unify_dtype
 from tuneserve.train.checkpoints import seal
 from tuneserve.train.flat import can_be_flat, flat_optimizer
-from tuneserve.train.offload import hold_checkpoints_on_host
+from tuneserve.train.offload import hold_block_inputs
 from tuneserve.train.recipe import OFFLOAD, Recipe, rate_factor
 from tuneserve.train.trackers import guard_trackers
 from tuneserve.train.watching import StallGuard, flat, hungry
@@ -83,7 +83,7 @@ class RowTrainer(SFTTrainer):
         dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
         options = _arguments(train, recipe, work, checkpointing=bool(checkpointing))
         if checkpointing == OFFLOAD:
-            hold_checkpoints_on_host(model)
+            hold_block_inputs(model)
         if checkpointing:
             # Without dropout nothing random happens in a block, and no state is kept for it.
             random = train.lora.dropout > 0 or bool(getattr(config, "attention_dropout", 0))
@@ -112,6 +112,7 @@ class RowTrainer(SFTTrainer):
         fused_head.add_fused_head(self.model.get_base_model())
         self._loss_only = fused_head.add_head_loss(self.model.get_base_model())
         self.fused = fuse(self.model)
+        hardware.release_memory()  # what loading and looking took, before lasting things are made
         from transformers.trainer_callback import PrinterCallback
 
         self.remove_callback(PrinterCallback)
@@ -174,6 +175,7 @@ class RowTrainer(SFTTrainer):
         loss = loss / torch.as_tensor(total).clamp(min=1)
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
             loss = loss * self.accelerator.num_processes
+        hardware.drop_workspaces()
         return (loss, out) if return_outputs else loss
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
