@@ -191,23 +191,13 @@ def _switch(port: int, model: Path, ways: list[str]) -> list[dict[str, Any]]:
     def timed(what: str, action: Callable[[], Any]) -> Any:
         started = time.monotonic()
         result = action()
-        ended = time.monotonic()
+        switched.append((what, started, time.monotonic()))
+        print(what, round(switched[-1][2] - started, 1), flush=True)  # noqa: T201 - takes minutes
         time.sleep(REST_SECONDS[1])  # who was held has its answer, and everybody asks once more
-        waits = load.waits(started, ended)
-        switches.append(
-            {
-                "switch": what,
-                "seconds": round(ended - started, 1),
-                "requests": len(waits),
-                "held": sum(took > _HELD_SECONDS for took in waits),
-                "longest_wait_seconds": round(max(waits, default=0.0), 2),
-            }
-        )
-        print(json.dumps(switches[-1]), flush=True)  # noqa: T201 - the run takes many minutes
         assert not load.failures, (len(load.failures), load.failures[:5])
         return result
 
-    switches: list[dict[str, Any]] = []
+    switched: list[tuple[str, float, float]] = []
     first = release(candidate(0, "blue_green"))["release"]
     releases = {first}
     started = time.monotonic()
@@ -222,11 +212,24 @@ def _switch(port: int, model: Path, ways: list[str]) -> list[dict[str, Any]]:
                 timed(f"rollback, {way}", control.rollback)
                 assert state.read(layout()).names["default"].active == first
     finally:
+        switches = [_seen(load, *each) for each in switched]
         _record("_and_".join(dict.fromkeys(ways)), load, switches, time.monotonic() - started)
     assert not load.failures, (len(load.failures), load.failures[:5])
     assert set(load.answers) == releases and len(releases) == len(ways) + 1
     assert min(load.kinds.values()) > 8 * len(ways) and len(load.kinds) == 4
     return switches
+
+
+def _seen(load: Load, what: str, started: float, ended: float) -> dict[str, Any]:
+    """What the clients saw of a switch."""
+    waits = load.waits(started, ended)
+    return {
+        "switch": what,
+        "seconds": round(ended - started, 1),
+        "requests": len(waits),
+        "held": sum(took > _HELD_SECONDS for took in waits),
+        "longest_wait_seconds": round(max(waits, default=0.0), 2),
+    }
 
 
 def _record(name: str, load: Load, switches: list[dict[str, Any]], lasted: float) -> None:
