@@ -76,7 +76,7 @@ def main() -> None:
         print(f"{found['peer']:<10}{found['setting']:<14}{gib:>14.2f}{step:>10.3f}  {error}")
     result = {
         "bench": "train",
-        "command": "python " + " ".join(["bench/bench_train.py", *sys.argv[1:]]),
+        "command": f"python bench/bench_train.py --shape {options.shape} --peers {options.peers}",
         "shape": options.shape,
         **_ratio(results),
         "runs": results,

@@ -27,12 +27,11 @@ class Constants:
         fused_edge_tensors: The same of a step with fused products.
         fused_back_tensors: What attention takes on its way back, in hidden states; it matters under
             checkpointing, where no MLP's activations have just been given back.
-        workspace_bytes: Of cuBLAS, for the thread that goes forward and the one that goes back.
+        workspace_bytes: Of cuBLAS, for the thread that goes back; the other's is given back.
         fused_slack_bytes: What the allocator holds and cannot use in a step with fused products,
             whose widest buffers are never given back: rounding to pages, small tensors.
         fused_slack_tensors: And in hidden states, which alone come and go there.
-        offload_tensors: Hidden states on the card when checkpoints are in host memory: on their
-            way out, fetched, and fetched ahead.
+        evaluate_slack: Share that torch's allocator holds beyond what is counted, on a GPU.
         cpu_slack: Share that malloc keeps beyond what is asked, without a GPU.
         train_process_bytes: Interpreter with torch, transformers, peft, trl and bitsandbytes.
         merge_process_bytes: Interpreter with torch alone; part of `merge.max_memory`.
@@ -47,12 +46,12 @@ class Constants:
     cuda_context_bytes: int = 740 * MIB
     slack_blocks: float = 2.0
     edge_tensors: float = 5.0
-    fused_edge_tensors: float = 4.0
-    fused_back_tensors: float = 4.0
-    fused_slack_bytes: int = 128 * MIB
-    fused_slack_tensors: float = 2.5
-    workspace_bytes: int = 64 * MIB
-    offload_tensors: float = 5.0
+    fused_edge_tensors: float = 3.7
+    fused_back_tensors: float = 2.2
+    fused_slack_bytes: int = 109 * MIB
+    fused_slack_tensors: float = 2.7
+    workspace_bytes: int = 32 * MIB
+    evaluate_slack: float = 0.02
     cpu_slack: float = 0.10
     train_process_bytes: int = 900 * MIB
     merge_process_bytes: int = 350 * MIB

@@ -22,6 +22,8 @@ PART_BYTES = 216 * 2**20
 PART_WIDTH = 2048
 PART_MULTIPLE = 1024
 LOGITS_BYTES = 128 * 2**20
+# As in `tuneserve.train.offload`: block inputs that stay on the card.
+OFFLOAD_PLACES = 10
 
 
 def can_fuse(arch: Arch, *, dropout: bool, dora: bool) -> bool:
@@ -38,6 +40,11 @@ def part_width(tokens: int, arch: Arch, element_bytes: int, *, quantized: bool) 
     count = max(1, min(-(-inner * column // PART_BYTES), inner // PART_WIDTH))
     width = -(-inner // count)
     return min(-(-width // PART_MULTIPLE) * PART_MULTIPLE, inner)
+
+
+def held_inputs(arch: Arch, step: Step) -> int:
+    """Inputs of checkpointed blocks that are on the card at once."""
+    return min(OFFLOAD_PLACES, arch.layers) if step.checkpointing == "offload" else arch.layers
 
 
 def scratch_bytes(arch: Arch, step: Step) -> int:
@@ -81,8 +88,7 @@ def transient(arch: Arch, step: Step, constants: Constants) -> dict[str, float]:
     hidden = step.tokens * arch.hidden * step.element_bytes
     parts: dict[str, float] = {"scratch: part of an MLP, dequantized": scratch_bytes(arch, step)}
     if step.checkpointing:
-        held = constants.offload_tensors if step.checkpointing == "offload" else arch.layers
-        parts["activations: checkpoints"] = held * hidden
+        parts["activations: checkpoints"] = held_inputs(arch, step) * hidden
         parts["activations: one layer"] = kept_bytes(arch, step, with_mlp=False)
     else:
         block = hidden + kept_bytes(arch, step, with_mlp=True)

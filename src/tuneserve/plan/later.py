@@ -85,7 +85,8 @@ def evaluate_peak(arch: Arch, step: Step, constants: Constants = DEFAULT) -> Pea
         "head tile": 4
         * (rows * columns * (1 if step.gpu else 4) + (tokens + columns) * arch.hidden),
     }
-    if step.gpu:
+    if step.gpu:  # a 7B reserved 16.1 GiB, rounding to 4 bits included
+        parts["allocator slack"] = int(constants.evaluate_slack * sum(parts.values()))
         parts["CUDA context"] = constants.cuda_context_bytes
         return Peak(parts)
     parts["allocator slack"] = int(constants.cpu_slack * sum(parts.values()))

@@ -170,8 +170,7 @@ def _plain(arch: Arch, step: Step, constants: Constants) -> dict[str, float]:
     parts: dict[str, float] = {}
     recomputed = layer if step.checkpointing else 0
     if step.checkpointing:
-        held = constants.offload_tensors if step.checkpointing == "offload" else arch.layers
-        parts["activations: checkpoints"] = held * hidden_state
+        parts["activations: checkpoints"] = fusedstep.held_inputs(arch, step) * hidden_state
     else:
         parts["activations: all layers"] = arch.layers * layer
     gradients, buffer = _backward_bytes(arch, step)
