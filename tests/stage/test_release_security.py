@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from release_house import House
+from release_house import House, wait_for
 from tuneserve.errors import InputError, RunFileError
 from tuneserve.release import address, control, gateway
 from tuneserve.release.gateway import MAX_BODY_BYTES
@@ -93,6 +93,27 @@ def test_keys_paths_and_sizes(guarded: House) -> None:
     assert answer.status_code == 413
     huge = b"GET /v1/models HTTP/1.1\r\nX-Long: " + b"a" * 200_000 + b"\r\n" + door
     assert raw(house, huge).split()[1] == b"431"
+
+
+def test_a_client_that_sends_slowly_is_given_up(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway, "_CLIENT_HEAD_SECONDS", 1)
+    monkeypatch.setattr(gateway, "_CLIENT_SEND_SECONDS", 2)
+    release(house.request())
+    before = control.status()["names"]["default"]["requests_total"]
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n"
+    assert raw(house, head) == b""  # a half header: closed without a word
+    with socket.create_connection(("127.0.0.1", house.port), timeout=20) as connection:
+        connection.sendall(head + b"\r\n{")  # a body that does not come
+
+        def given_up() -> list[float]:
+            lines = map(json.loads, (layout().logs / "access.log").read_text().splitlines())
+            return [float(line["duration"]) for line in lines if line["status"] == 499]
+
+        (seconds,) = wait_for(given_up)
+    assert 1.5 < seconds < 4
+    assert control.status()["names"]["default"]["requests_total"] == before  # no server saw it
 
 
 def test_keys_are_nowhere_but_in_their_file(guarded: House) -> None:

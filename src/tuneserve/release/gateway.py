@@ -22,6 +22,7 @@ from tuneserve.release.unixhttp import RELEASE_HEADER
 
 MAX_BODY_BYTES = 16 * 2**20
 MAX_HEADER_BYTES = 32 * 2**10
+_CLIENT_HEAD_SECONDS = 10
 _CLIENT_SEND_SECONDS = 60  # a whole request, headers and body
 _IDLE_SECONDS = 300
 # Segments begin with a letter or digit and hold no percent sign: no dot segments, no encoded
@@ -56,7 +57,7 @@ def caddy_config(places: Layout, listen: Listen) -> dict[str, Any]:
         "errors": {"routes": _error_routes(release)},
         "max_header_bytes": MAX_HEADER_BYTES,
         "read_timeout": f"{_CLIENT_SEND_SECONDS}s",
-        "read_header_timeout": "10s",
+        "read_header_timeout": f"{_CLIENT_HEAD_SECONDS}s",
         "idle_timeout": f"{_IDLE_SECONDS}s",
         "logs": {"default_logger_name": "access"},
     }
@@ -187,7 +188,8 @@ def _proxy(socket_path: Path, listen: Listen) -> dict[str, Any]:
         "transport": {"protocol": "http", "keep_alive": {"enabled": False}},
         "flush_interval": -1,
         # Read at once, though nobody may be there to take it: a body that were read only after a
-        # hold would find the time that its client has for sending it gone.
+        # hold would find the time that its client has for sending it gone. And a server gets whole
+        # requests only, so that one sent slowly does not occupy it.
         "request_buffers": MAX_BODY_BYTES,
         "load_balancing": {"try_duration": f"{listen.hold_seconds}s", "try_interval": "50ms"},
         # The server needs no key, and what it does not get it cannot log.
