@@ -126,8 +126,9 @@ def measure(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     cpu_seconds: dict[str, list[float]] = {"bare": [], "ours": []}
     peaks: dict[str, dict[str, Any]] = {}
     if not (Path.home() / ".cache" / "gptqmodel").is_dir():
-        # The first export on a machine compiles an extension; it would count against one side only.
-        run(arguments, BARE, model, dataset, scratch, count, most)
+        # The first export on a machine compiles kernels; it would count against one side only.
+        tiny = shaped_model(scratch / "tiny", "tiny", 1)
+        run(arguments, BARE, tiny, random_dataset(scratch / "tiny-rows", tiny, 64), scratch, 8, 64)
     for number in range(arguments.rounds or (2 if quick else 3)):
         for name in ("bare", "ours") if number % 2 == 0 else ("ours", "bare"):
             code = BARE if name == "bare" else OURS
