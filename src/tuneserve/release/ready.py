@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import logging
 import re
+import textwrap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -118,9 +119,12 @@ def wait_until_up(child: Child, socket_path: Path, model: str, *, limit_seconds:
 
 
 def saying(log_file: Path) -> str:
-    """The last thing a server said that means something to people: a line of its own logging."""
-    found = re.findall(r"(?:INFO|WARNING) [-\d]+ [:\d]+ \[[^]]*\] (.*)", tail(log_file, 200))
-    return found[-1].strip()[:110] if found else ""
+    """What a server said last of how far it is: a line of its own logging, no longer than one.
+
+    Its warnings are for those who run it by hand, and stay in its log.
+    """
+    found = re.findall(r"INFO [-\d]+ [:\d]+ \[[^]]*\] (.*)", tail(log_file, 200))
+    return textwrap.shorten(found[-1], 110, placeholder=" ...") if found else ""
 
 
 def _check_names(answer: Answer, model: str) -> None:
