@@ -13,8 +13,8 @@ import torch
 
 from tuneserve.checkpoint.headers import DTYPE_BITS
 from tuneserve.errors import ModelError
+from tuneserve.merge.directio import read_into
 from tuneserve.merge.nf4 import Nf4Roundtrip
-from tuneserve.merge.pagecache import read_into
 from tuneserve.merge.plan import Output
 from tuneserve.merge.tiles import TORCH_DTYPES, AdapterReader, RowReader, Scratch, TensorMerger
 from tuneserve.merge.tiling import MIN_ROWS, Piece
@@ -77,6 +77,7 @@ class TileEngine:
         report: dict[str, Any] = {"kind": op.kind}
         if op.lora or op.bias:
             report["delta_norm"] = self._merger.effect.delta**0.5
+            report["delta_relative"] = self._merger.effect.relative
             report["delta_survival"] = self._merger.effect.survival
         return report
 
@@ -122,10 +123,11 @@ def cache_sized(rows: int, width: int) -> Iterator[tuple[int, int]]:
 
 def _rows(piece: Piece, output: Output, buffer: mmap.mmap) -> torch.Tensor:
     """The tile's rows as a tensor over the buffer, in the output's dtype."""
-    count = piece.write_bytes * 8 // DTYPE_BITS[output.dtype]
+    count, begin = piece.write_bytes * 8 // DTYPE_BITS[output.dtype], piece.lead
     dtype = TORCH_DTYPES[output.dtype]
     if output.op.source.dtype != output.dtype:
-        stored = bytearray(memoryview(buffer)[: piece.read_bytes])
+        stored = bytearray(memoryview(buffer)[begin : begin + piece.read_bytes])
         values = torch.frombuffer(stored, dtype=TORCH_DTYPES[output.op.source.dtype])
-        torch.frombuffer(buffer, dtype=dtype, count=count).copy_(values)
-    return torch.frombuffer(buffer, dtype=dtype, count=count).view(-1, *output.shape[1:])
+        torch.frombuffer(buffer, dtype=dtype, count=count, offset=begin).copy_(values)
+    rows = torch.frombuffer(buffer, dtype=dtype, count=count, offset=begin)
+    return rows.view(-1, *output.shape[1:])

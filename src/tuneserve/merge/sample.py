@@ -105,6 +105,8 @@ class Sampler:
             text=True,
             env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
         )
+        # Its imports take as long as merging gigabytes, and nobody waits for them before the end.
+        os.setpriority(os.PRIO_PROCESS, self._child.pid, 10)
 
     def compare(self, wanted: list[dict[str, Any]], nf4: dict[str, Any] | None) -> dict[str, Any]:
         """Send the request and wait for the answer; what went wrong is in `error`."""

@@ -1,12 +1,13 @@
 """One shard through the pipeline: read, hash, merge, hash, write, all at the same time. No torch.
 
-Bytes are read with preadv into a few reused buffers (mapped pages would count as resident memory),
+Bytes are read into a few reused buffers (mapped pages would count as resident memory),
 hashed, merged in place, hashed again and written to a provisional file. Each of these is a thread:
 on one core SHA-256 is slower than a good disk, so it must not wait for the disk or the disk for it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import hashlib
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tuneserve.errors import DiskFull, ModelError
-from tuneserve.merge.pagecache import ReadAhead, Writeback, read_into
+from tuneserve.merge.directio import Sink, Source
 from tuneserve.merge.plan import OutputShard
 from tuneserve.merge.tiling import BUFFERS, Budget, Piece, header_bytes, pieces
 from tuneserve.progress import human_bytes
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
     from tuneserve.merge.engine import TileEngine
 
 _T = TypeVar("_T")
-
-# Pieces that the kernel is told of before they are read: enough that the disk never waits.
-_READ_AHEAD = 8
 
 
 @dataclass
@@ -108,22 +106,25 @@ class ShardStream:
         self.budget, self.nf4, self.advance = budget, nf4, advance
         self.adapter_file = adapter_file
         self.buffers = [mmap.mmap(-1, budget.buffer_bytes) for _ in range(BUFFERS)]
-        self._descriptors: dict[Path, int] = {}
+        self._sources: dict[Path, Source] = {}
 
     @functools.cached_property
     def engine(self) -> TileEngine:
         """The arithmetic. Loading torch takes seconds, in which untouched bytes already flow."""
         from tuneserve.merge.engine import TileEngine
 
-        return TileEngine(self._open, self.adapter_file, self.nf4, self.budget.piece_bytes)
+        def plain(path: Path) -> int:
+            return self._open(path).plain
+
+        return TileEngine(plain, self.adapter_file, self.nf4, self.budget.piece_bytes)
 
     def close(self) -> None:
         """Give back files and buffers."""
         if "engine" in self.__dict__:
             self.engine.close()
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-        self._descriptors.clear()
+        for source in self._sources.values():
+            source.close()
+        self._sources.clear()
 
     def merge(self, shard: OutputShard, part: Path) -> ShardReport:
         """Write the merged shard to `part` and fsync it.
@@ -138,67 +139,55 @@ class ShardStream:
             channel.free.put(buffer)
         report = ShardReport(shard.name, 0, "", "")
         source = self._open(shard.source.file)
-        out = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
-            header = header_bytes(shard)
-            work = list(pieces(shard, self.budget.piece_bytes))
-            threads = [
-                channel.guard(lambda: self._read(channel, shard, source, work)),
-                channel.guard(lambda: _hash_source(channel, shard, report)),
-                channel.guard(lambda: _hash_output(channel, header, report)),
-                channel.guard(lambda: self._write(channel, out, header)),
-            ]
-            try:
-                self._compute(channel, report)
-                threads[-1].join()
-            except _Stopped:
-                pass
-            finally:
-                channel.stop.set()
-                for thread in threads:
-                    thread.join()
-            if channel.failure is not None:
-                raise _readable(channel.failure, part)
+            with contextlib.closing(Sink(part)) as out:
+                self._pass(channel, shard, source, out, report)
         except OSError as error:
             raise _readable(error, part) from error
-        finally:
-            os.close(out)
+        if channel.failure is not None:
+            raise _readable(channel.failure, part)
         return report
 
-    def _open(self, path: Path) -> int:
-        if path not in self._descriptors:
-            self._descriptors[path] = os.open(path, os.O_RDONLY)
-        return self._descriptors[path]
+    def _pass(
+        self, channel: _Channel, shard: OutputShard, source: Source, out: Sink, report: ShardReport
+    ) -> None:
+        """All bytes of a shard through all threads; the first failure is in the channel."""
+        header = header_bytes(shard)
+        work = list(pieces(shard, self.budget.piece_bytes))
+        threads = [
+            channel.guard(lambda: self._read(channel, shard, source, work)),
+            channel.guard(lambda: _hash_source(channel, shard, report)),
+            channel.guard(lambda: _hash_output(channel, header, report)),
+            channel.guard(lambda: self._write(channel, out, header)),
+        ]
+        try:
+            self._compute(channel, report)
+            threads[-1].join()
+        except _Stopped:
+            pass
+        finally:
+            channel.stop.set()
+            for thread in threads:
+                thread.join()
+
+    def _open(self, path: Path) -> Source:
+        if path not in self._sources:
+            self._sources[path] = Source(path)
+        return self._sources[path]
 
     def _read(
-        self,
-        channel: _Channel,
-        shard: OutputShard,
-        source: int,
-        work: list[Piece],
+        self, channel: _Channel, shard: OutputShard, source: Source, work: list[Piece]
     ) -> None:
-        ahead = ReadAhead()
-        for number, piece in enumerate(work):
+        for piece in work:
             buffer = channel.take(channel.free)
-            file = self._file_of(piece, source)
-            view = memoryview(buffer)[: piece.read_bytes]
-            for coming in work[number : number + _READ_AHEAD]:
-                where = self._file_of(coming, source)
-                ahead.expect(where, coming.read_offset, coming.read_bytes)
-            if read_into(file, view, piece.read_offset) < len(view):
+            file = source if piece.source is None else self._open(piece.source.file)
+            if file.read(buffer, piece.read_offset, piece.read_bytes) < piece.read_bytes:
                 raise ModelError(
                     f"{shard.source.file}: became shorter while it was read",
                     hint="run again when nothing writes to the base",
                 )
-            ahead.done(file, piece.read_offset, piece.read_bytes)
-            view.release()
             channel.read.put((piece, buffer))
         channel.read.put(None)
-
-    def _file_of(self, piece: Piece, source: int) -> int:
-        if piece.source is None:
-            return source
-        return self._open(piece.source.file)
 
     def _compute(self, channel: _Channel, report: ShardReport) -> None:
         for piece, buffer in channel.each(channel.known):
@@ -212,25 +201,20 @@ class ShardStream:
             channel.merged.put((piece, buffer))
         channel.merged.put(None)
 
-    def _write(self, channel: _Channel, out: int, header: bytes) -> None:
-        _write_all(out, memoryview(header), 0)
-        offset = len(header)
-        behind = Writeback(out)
+    def _write(self, channel: _Channel, out: Sink, header: bytes) -> None:
+        out.append(header)
         for piece, buffer in channel.each(channel.hashed):
-            with memoryview(buffer)[: piece.write_bytes] as view:
-                _write_all(out, view, offset)
+            out.write(buffer, piece.lead, piece.write_bytes)
             channel.free.put(buffer)
-            offset += piece.write_bytes
             self.advance(piece.write_bytes)
-            behind.written(offset)
-        behind.finish()
+        out.finish()
 
 
 def _hash_source(channel: _Channel, shard: OutputShard, report: ShardReport) -> None:
     digest = hashlib.sha256(len(shard.source.raw).to_bytes(8, "little") + shard.source.raw)
     for piece, buffer in channel.each(channel.read):
         if piece.hashed:
-            with memoryview(buffer)[: piece.read_bytes] as view:
+            with memoryview(buffer)[piece.lead : piece.lead + piece.read_bytes] as view:
                 digest.update(view)
         if piece.write_bytes:
             channel.known.put((piece, buffer))
@@ -243,18 +227,12 @@ def _hash_source(channel: _Channel, shard: OutputShard, report: ShardReport) -> 
 def _hash_output(channel: _Channel, header: bytes, report: ShardReport) -> None:
     digest, count = hashlib.sha256(header), len(header)
     for piece, buffer in channel.each(channel.merged):
-        with memoryview(buffer)[: piece.write_bytes] as view:
+        with memoryview(buffer)[piece.lead : piece.lead + piece.write_bytes] as view:
             digest.update(view)
         count += piece.write_bytes
         channel.hashed.put((piece, buffer))
     report.bytes, report.sha256 = count, digest.hexdigest()
     channel.hashed.put(None)
-
-
-def _write_all(descriptor: int, view: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(view):
-        done += os.pwrite(descriptor, view[done:], offset + done)
 
 
 def _readable(error: BaseException, part: Path) -> BaseException:

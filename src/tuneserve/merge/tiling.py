@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from tuneserve.checkpoint.headers import DTYPE_BITS, TensorInfo
 from tuneserve.errors import OutOfMemory
+from tuneserve.merge.directio import BLOCK_BYTES, lead
 from tuneserve.merge.plan import MergePlan, Output, OutputShard
 from tuneserve.progress import human_bytes
 
@@ -58,6 +59,11 @@ class Piece:
     begin: int = 0
     hashed: bool = True
     last: bool = False
+
+    @property
+    def lead(self) -> int:
+        """Where its bytes begin in the buffer."""
+        return lead(self.read_offset)
 
 
 def header_bytes(shard: OutputShard) -> bytes:
@@ -194,6 +200,7 @@ def _needed(plan: MergePlan, piece_bytes: int) -> Budget:
             largest = max(largest, tile)
             elements = rows * math.prod(output.shape[1:])
             scratch = max(scratch, elements * 2 * _SCRATCH_FACTOR + _factors(output))
+    largest += 2 * BLOCK_BYTES  # blocks that begin before the bytes and end after them
     total = BASE_MEMORY_BYTES + BUFFERS * largest + scratch
     return Budget(piece_bytes, largest, total)
 
