@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tuneserve.errors import QuantizeError
-from tuneserve.quantize.engine import judge, module_logs
+from tuneserve.quantize.modules import judge, module_logs
 from tuneserve.quantize.record import worst_table
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import math
 import os
 import shutil
 import warnings
@@ -21,33 +20,15 @@ from typing import Any
 from tuneserve.cpu import has_bf16
 from tuneserve.errors import OutOfMemory, QuantizeError, TuneserveError
 from tuneserve.progress import Clock, Progress
+from tuneserve.quantize.modules import ModuleLog, judge, module_logs
 
 log = logging.getLogger(__name__)
+
+_LOG_NAME = "gptqmodel.log"
 
 # Batches that are tried in turn when memory runs out. Weights of finished and of coming layers are
 # on disk all the time (`offload_to_disk`), so the batch is what is left to give up.
 BATCHES = (8, 4, 2, 1)
-# GPTQModel's own limit below which it would round to nearest instead: share of calibration tokens.
-LEAST_COVERAGE = 0.005
-# What GPTQModel logs as the loss of a module whose Hessian it could not use (`gptq.py::quantize`).
-_NO_LOSS = 999999999
-
-
-@dataclass(frozen=True)
-class ModuleLog:
-    """What GPTQModel said about one module; `loss` and `damp` are None where it has none."""
-
-    layer: int
-    module: str
-    loss: float | None
-    samples: int
-    damp: float | None
-    fallback: bool = False
-
-    @property
-    def name(self) -> str:
-        """As people say it: ``3.mlp.down_proj``."""
-        return f"{self.layer}.{self.module}"
 
 
 @dataclass
@@ -62,6 +43,16 @@ class EngineResult:
     linear_in_float32: bool
     notes: list[str] = field(default_factory=list)
     laps: dict[str, float] = field(default_factory=dict)
+
+
+def import_libraries(work: Path) -> None:
+    """Import what `run_gptqmodel` uses; what libraries say meanwhile goes to a file in `work`."""
+    if (os.cpu_count() or 1) <= 2:
+        # GPTQModel wants two workers at least, and by default makes one on two cores.
+        os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")
+    with _aside(work):
+        import gptqmodel  # noqa: F401
+        from gptqmodel.quantization import config  # noqa: F401
 
 
 def run_gptqmodel(
@@ -100,24 +91,15 @@ def run_gptqmodel(
             finite, or a module fell back to rounding without `allow_fallback`.
         OutOfMemory: It did not fit with one row at a time.
     """
-    if (os.cpu_count() or 1) <= 2:
-        # GPTQModel wants two workers at least, and by default makes one on two cores.
-        os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")
     model, out, work = model.absolute(), out.absolute(), work.absolute()
-    work.mkdir(parents=True, exist_ok=True)
+    import_libraries(work)
     sizes = [b for b in BATCHES if batch_size is None or b <= batch_size] or [1]
-    log_path = work / "gptqmodel.log"
     for size in sizes:
         run = _Run(model, out, work, method, bits, group_size, rows, layers, size)
         run.allow_fallback, run.trust_remote_code = allow_fallback, trust_remote_code
         run.offload = offload
         try:
-            # GPTQModel writes a logs/ folder into the working directory.
-            with (
-                log_path.open("w", encoding="utf-8") as stream,
-                _quiet(stream),
-                contextlib.chdir(work),
-            ):
+            with _aside(work):
                 return run.go()
         except (MemoryError, RuntimeError) as error:
             if not _out_of_memory(error):
@@ -169,11 +151,10 @@ class _Run:
                 f"{_first_line(error) or 'no message'})",
                 hint="more or longer calibration rows often help; otherwise add awq or none to "
                 "quantize.methods",
-                details={"log_tail": _log_tail(self.work / "gptqmodel.log")},
+                details={"log_tail": _log_tail(self.work / _LOG_NAME)},
             ) from error
 
     def _go(self) -> EngineResult:
-        clock = Clock()
         import torch
         from gptqmodel import BACKEND, GPTQModel
         from gptqmodel.quantization.config import AWQConfig, GPTQConfig
@@ -194,7 +175,7 @@ class _Run:
         else:
             config = AWQConfig(sym=False, **options)
         wide = device == "cpu" and not has_bf16()
-        clock.lap("imports")
+        clock = Clock()
         with (
             _linear_in_float32() if wide else contextlib.nullcontext(),
             _worker_errors() as lost,
@@ -226,7 +207,7 @@ class _Run:
         model.save(str(self.out))
         shutil.rmtree(self.work / "offload", ignore_errors=True)
         clock.lap("saving")
-        seconds = sum(taken for name, taken in clock.laps.items() if name != "imports")
+        seconds = sum(clock.laps.values())
         return EngineResult(
             modules, seconds, self.layers, self.batch_size, device, wide, notes, clock.laps
         )
@@ -254,75 +235,19 @@ class _Run:
         return folder
 
     def _retried(self) -> str:
-        return _log_tail(self.work / "gptqmodel.log", lines=None)
-
-
-def module_logs(entries: list[dict[str, Any]]) -> list[ModuleLog]:
-    """GPTQModel's log rows as numbers, in the order of the layers."""
-    found = []
-    for entry in entries:
-        text = str(entry.get("loss", ""))
-        found.append(
-            ModuleLog(
-                layer=int(entry["layer"]),
-                module=str(entry["module"]),
-                loss=_number(text),
-                samples=int(float(entry.get("samples") or 0)),
-                damp=_number(str(entry.get("damp", ""))),
-                fallback="fallback" in text or (_number(text) or 0) >= _NO_LOSS,
-            )
-        )
-    return sorted(found, key=lambda m: (m.layer, m.module))
-
-
-def judge(
-    modules: list[ModuleLog], tokens: int, engine_log: str, *, allow_fallback: bool
-) -> list[str]:
-    """Refuse losses that are not finite, and quiet rounding to nearest; else say what was odd.
-
-    Raises:
-        QuantizeError: Names every such module.
-    """
-    if not modules:
-        raise QuantizeError("GPTQModel quantized no module at all")
-    bad = [m.name for m in modules if m.loss is not None and not math.isfinite(m.loss)]
-    if bad:
-        raise QuantizeError(
-            f"the quantization loss is not finite in {', '.join(bad[:10])}",
-            hint="calibrate with more rows, or add awq or none to quantize.methods",
-            details={"modules": bad},
-        )
-    weak = [
-        m.name for m in modules if m.fallback or (m.samples and m.samples < LEAST_COVERAGE * tokens)
-    ]
-    # Only its log tells that a module was redone with an identity Hessian after a NaN.
-    retried = engine_log.count("use mock quantization retry")
-    if (weak or retried) and not allow_fallback:
-        raise QuantizeError(
-            f"{len(weak) + retried} modules were rounded to nearest, because calibration barely "
-            f"reached them: {', '.join(weak[:10]) or 'see the log'}",
-            expected=f"at least {LEAST_COVERAGE:.1%} of {tokens} calibration tokens in each module",
-            hint="raise quantize.calibration_rows, or set quantize.allow_fallback",
-            details={"modules": weak},
-        )
-    notes = [f"rounded to nearest: {name}" for name in weak]
-    lowest = min((m.damp for m in modules if m.damp is not None), default=None)
-    notes += [
-        f"{m.name}: damping rose to {m.damp:g}"
-        for m in modules
-        if m.damp is not None and lowest is not None and m.damp > lowest
-    ]
-    for note in notes:
-        log.warning("%s", note)
-    return notes
+        return _log_tail(self.work / _LOG_NAME, lines=None)
 
 
 @contextlib.contextmanager
-def _quiet(stream: Any) -> Iterator[None]:
-    """GPTQModel's tables and bars go to a file; our own log keeps the stream it has."""
+def _aside(work: Path) -> Iterator[None]:
+    """GPTQModel's tables and bars go to a file, and the logs/ folder that it writes into the
+    working directory to `work`; our own log keeps the stream it has."""
     for noisy in ("tokenicer", "torchao", "torch.utils._pytree"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
+    work.mkdir(parents=True, exist_ok=True)
     with (
+        (work / _LOG_NAME).open("w", encoding="utf-8") as stream,
+        contextlib.chdir(work),
         warnings.catch_warnings(),
         contextlib.redirect_stdout(stream),
         contextlib.redirect_stderr(stream),
@@ -394,13 +319,6 @@ def _forget(out: Path, run: _Run) -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
 
 
 def _first_line(error: BaseException) -> str:

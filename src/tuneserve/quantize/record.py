@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from tuneserve.quantize.calibration import Calibration
 
 if TYPE_CHECKING:
-    from tuneserve.quantize.engine import EngineResult, ModuleLog
+    from tuneserve.quantize.engine import EngineResult
+    from tuneserve.quantize.modules import ModuleLog
 
 LOG_NAME = "quant_log.csv"
 RECORD_NAME = "quantize.json"
