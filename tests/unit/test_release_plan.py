@@ -144,6 +144,8 @@ def test_a_candidate_asks_for_no_more_of_a_gpu_than_it_needs(tmp_path: Path) -> 
     hints = {"kv_cache_bytes": int(1.5 * GIB)}
     room = plan_capacity(facts, ServeSection(), hints, FreeMemory("gpu", 12 * GIB, 40 * GIB))
     assert room.device_share == 0.25  # 6 of weights, 2.5 of workspace, 1.5 of KV cache, of 40
+    large = plan_capacity(facts, ServeSection(), hints, FreeMemory("gpu", 12 * GIB, 90 * GIB))
+    assert large.device_share == 0.125  # the same, and 3.75 of workspace, of 90
     options: dict[str, Any] = {"release": "r", "socket": Path("/s"), "python": "p"}
     built = vllm_command.build(facts, ServeSection(), room, **options)
     at = built.arguments.index("--gpu-memory-utilization")

@@ -27,6 +27,10 @@ BLOCK_TOKENS = 128  # vLLM's block size on CPU, the larger of the two platforms
 CPU_PROCESSES_BYTES = int(2.6 * 2**30)
 # CUDA context, graphs and activations of a step, beside weights and KV cache.
 GPU_WORKSPACE_BYTES = int(2.5 * 2**30)
+# On large cards vLLM takes more sequences at once and captures graphs for them; 3.6 GiB were
+# measured on an H200 (`docs/walkthrough-7b.md`).
+LARGE_GPU_WORKSPACE_BYTES = int(3.75 * 2**30)
+_LARGE_GPU_BYTES = 70 * 2**30
 _KV_SHARE_OF_FREE = 0.4
 _SHORTEST_KV_BYTES = 64 * 2**20
 
@@ -94,9 +98,7 @@ def plan_capacity(
     facts = _of_one_gpu(facts, serve.tensor_parallel, free.device)
     token = facts.kv_bytes_per_token
     one_chat = token * (-(-length // BLOCK_TOKENS) + 1) * BLOCK_TOKENS
-    fixed = facts.weights_bytes + (
-        CPU_PROCESSES_BYTES if free.device == "cpu" else GPU_WORKSPACE_BYTES
-    )
+    fixed = facts.weights_bytes + _around(free)
     budget = int(hints.get("kv_cache_bytes") or 0)
     if not budget:
         room = max(0, int((free.free_bytes - fixed) * _KV_SHARE_OF_FREE))
@@ -119,6 +121,14 @@ def plan_capacity(
         free.device,
         min(1.0, (fixed + budget) / free.total_bytes),
     )
+
+
+def _around(free: FreeMemory) -> int:
+    """What a server takes beside weights and KV cache."""
+    if free.device == "cpu":
+        return CPU_PROCESSES_BYTES
+    large = free.total_bytes >= _LARGE_GPU_BYTES
+    return LARGE_GPU_WORKSPACE_BYTES if large else GPU_WORKSPACE_BYTES
 
 
 def _of_one_gpu(facts: ModelFacts, gpus: int, device: str) -> ModelFacts:
