@@ -7,15 +7,15 @@ does not fit is an error that names it.
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tuneserve.checkpoint.headers import DTYPE_BITS, Checkpoint, Shard, TensorInfo
 from tuneserve.errors import AdapterError
 from tuneserve.merge.adapter import FLOAT_DTYPES, Adapter, Lora
+from tuneserve.merge.names import locator, target_matcher
 from tuneserve.merge.ties import Ties, find_ties
 
 # Architectures of transformers whose linear layers are Conv1D: the weight is stored as (in, out).
@@ -172,7 +172,7 @@ class _Planner:
     def __init__(self, base: Checkpoint, config: Mapping[str, Any], adapter: Adapter) -> None:
         self.base, self.config, self.adapter = base, config, adapter
         self.problems: list[str] = []
-        self.locate = _locator(base, adapter)
+        self.locate = locator(base, adapter)
         self.ties: Ties = find_ties(base, config, adapter, self.locate, self.problems)
         self.ops = {name: Op(info) for name, info in base.tensors.items()}
         self.dtypes = {name: info.dtype for name, info in base.tensors.items()}
@@ -331,7 +331,7 @@ class _Planner:
         """No module that the adapter targets may be without its update (an adapter of a smaller
         base).
         """
-        targets = _target_matcher(self.adapter.config)
+        targets = target_matcher(self.adapter.config)
         if targets is None:
             return
         placed = {self.find(f"{m}.weight") for m in self.adapter.loras}
@@ -386,40 +386,3 @@ class _Planner:
         if rows is not None and rows != self.base.tensors[self.ties.embedding].shape[0]:
             changes["vocab_size"] = rows
         return changes
-
-
-def _locator(base: Checkpoint, adapter: Adapter) -> Callable[[str], str]:
-    """How names of the running model are spelled in the base's files.
-
-    A checkpoint of the bare model lacks the first part of the running model's names
-    (``transformer.h.0`` is stored as ``h.0``), and the reverse happens too. One rule must hold for
-    all.
-    """
-    wanted = [f"{m}.weight" for m in (*adapter.loras, *adapter.tokens)] + list(adapter.saved)
-    prefixes = sorted({name.partition(".")[0] for name in base.tensors})
-    rules: list[Callable[[str], str]] = [
-        lambda name: name,
-        lambda name: name.partition(".")[2],
-        *((lambda name, p=prefix: f"{p}.{name}") for prefix in prefixes),
-    ]
-    best = max(rules, key=lambda rule: sum(rule(name) in base.tensors for name in wanted))
-
-    def locate(name: str) -> str:
-        spelled = best(name)
-        return spelled if spelled in base.tensors else name
-
-    return locate
-
-
-def _target_matcher(config: Mapping[str, Any]) -> Callable[[str], bool] | None:
-    """Whether PEFT would put an adapter on a module path; None where that needs the model."""
-    targets = config.get("target_modules")
-    if config.get("layers_to_transform") is not None or config.get("exclude_modules"):
-        return None
-    if isinstance(targets, str):
-        if targets == "all-linear":
-            return None
-        pattern = re.compile(targets)
-        return lambda module: bool(pattern.fullmatch(module))
-    names = list(targets or [])
-    return lambda module: any(module == n or module.endswith(f".{n}") for n in names)
