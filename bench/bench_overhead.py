@@ -2,7 +2,7 @@
 
     python bench/bench_overhead.py [--quick]
 
-A whole run of the flow with Prefect's embedded server, as `make demo` starts it: interpreter,
+A whole run of the flow with a Prefect server of its own, as `make demo` starts it: interpreter,
 server, eight tasks, keys, hashes, manifests, pages of the UI, locks, records. The stages are real
 child processes with stand-ins for the heavy work, and each child's life is timed from outside; what
 is left of the wall time is the overhead. Beside it the same run without Prefect (`tuneserve run`),
@@ -35,7 +35,15 @@ from tuneserve.artifacts import write_json_atomic
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "bench" / "results" / "overhead.json"
-FLOW = "import sys; from flows.finetune_to_serve import finetune_to_serve as f; f(sys.argv[1])"
+# As deploy/demo.py does.
+FLOW = """
+import sys
+from tasks.embedded import own_server
+ready = own_server()
+from flows.finetune_to_serve import finetune_to_serve
+ready()
+finetune_to_serve(sys.argv[1])
+"""
 # It runs the stage and notes how long the process lived.
 TIMED = """#!/bin/sh
 start=$(date +%s.%N)
@@ -83,7 +91,6 @@ class Bench:
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
             "PREFECT_LOGGING_LEVEL": "INFO",
             "PREFECT_SERVER_LOGGING_LEVEL": "ERROR",
-            "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "180",
         }
         self.env.pop("PREFECT_API_URL", None)
         (folder / "prefect").mkdir()

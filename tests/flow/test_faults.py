@@ -39,7 +39,7 @@ from shim import executed, run_file
 from tuneserve.errors import DeviceBusy
 from tuneserve.runs import Runs
 
-STAGES = ["validate", "plan", "train", "merge", "evaluate", "quantize", "release"]
+STAGES = ["fetch", "validate", "plan", "train", "merge", "evaluate", "quantize", "release"]
 
 
 class Site:
@@ -288,11 +288,18 @@ def test_a_locked_database_does_not_end_the_run(own: OwnServer) -> None:
     assert ended.state is not None and ended.state.is_completed()
 
 
+_RUN = "import sys; from flows.finetune_to_serve import finetune_to_serve as f; f(sys.argv[1])"
+
+
 @pytest.mark.full
-def test_the_embedded_server_ends_with_a_killed_run(tmp_path: Path, pico_model: Path) -> None:
+@pytest.mark.parametrize(
+    "code", [_RUN, f"from tasks.embedded import own_server; own_server()(); {_RUN}"]
+)
+def test_the_embedded_server_ends_with_a_killed_run(
+    tmp_path: Path, pico_model: Path, code: str
+) -> None:
     site = Site("", tmp_path, pico_model)
     site.tell(train="wait")
-    code = "import sys; from flows.finetune_to_serve import finetune_to_serve as f; f(sys.argv[1])"
     env = {**site.env, "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120"}
     del env["PREFECT_API_URL"]
     (tmp_path / "prefect").mkdir()
