@@ -24,6 +24,7 @@ from prefect.artifacts import (
 from prefect.exceptions import PrefectException
 
 from tuneserve.calls import StageCall, StageResult
+from tuneserve.errors import GateRefused
 from tuneserve.progress import human_bytes, human_seconds
 
 log = logging.getLogger(__name__)
@@ -77,6 +78,17 @@ def show_stage(call: StageCall, result: StageResult) -> None:
                 key=page_key(name, "endpoint"),
                 description="The endpoint; clients use its address without /models",
             )
+
+
+def show_refusal(call: StageCall, error: GateRefused) -> None:
+    """Store what a candidate was refused for: its report, gates and pictures."""
+    folder = error.details.get("report_folder")
+    text = str(error)
+    if folder:
+        with quietly("the gates' report"):
+            text = (Path(folder) / "gates.md").read_text(encoding="utf-8")
+    metrics = {"report": text, "gates": error.details.get("gates"), "report_folder": folder}
+    show_stage(call, StageResult(call.stage, metrics))
 
 
 def tables(result: StageResult) -> dict[str, list[dict[str, Any]]]:

@@ -11,9 +11,9 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.states import Completed
 from prefect.tasks import Task
 
-from tasks.pages import show_stage, watch_progress
+from tasks.pages import show_refusal, show_stage, watch_progress
 from tuneserve.calls import StageCall
-from tuneserve.errors import TuneserveError
+from tuneserve.errors import GateRefused, TuneserveError
 from tuneserve.process import run_stage
 from tuneserve.progress import human_seconds
 
@@ -52,7 +52,11 @@ def perform(call: Mapping[str, Any]) -> State[dict[str, Any]]:
     """
     logger = get_run_logger()
     asked = StageCall.from_json(call)
-    result = run_stage(asked, log_line=watch_progress(asked, logger.info))
+    try:
+        result = run_stage(asked, log_line=watch_progress(asked, logger.info))
+    except GateRefused as error:  # of all reports this is the one that people come to read
+        show_refusal(asked, error)
+        raise
     if result.metrics.get("table"):
         logger.info("\n%s", result.metrics["table"])
     how = "re-used" if result.cached else f"made in {human_seconds(result.seconds)}"

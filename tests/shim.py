@@ -113,7 +113,15 @@ def behave(context: Any) -> dict[str, Any]:
             raise GateRefused("served loss 9.0", expected="below 1.0", hint="see the report")
         case "worse":
             gate = {"passed": False, "found": "2.5", "wanted": "below 1.0", "decision": "refused"}
-            details = {"losses": {"base": 3.0, "served": 2.5}, "gates": [{"name": "loss", **gate}]}
+            details: dict[str, Any] = {
+                "losses": {"base": 3.0, "served": 2.5},
+                "gates": [{"name": "loss", **gate}],
+            }
+            report = folder / "report"
+            report.mkdir(exist_ok=True)
+            (report / "gates.md").write_text("# Release r9 is refused")
+            (report / "kl.png").write_bytes(_PIXEL)
+            details["report_folder"] = str(report)
             raise GateRefused("served loss 2.5", expected="below 1.0", hint="-", details=details)
         case "promote":
             return _promote(context)

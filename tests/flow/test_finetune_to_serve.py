@@ -107,41 +107,52 @@ def test_a_refused_export_goes_down_the_ladder(tmp_path: Path, pico_model: Path)
     assert result["release"] == "r1"
 
 
-def test_when_all_are_refused_the_run_says_so(tmp_path: Path, pico_model: Path) -> None:
-    path = written(tmp_path, pico_model, quantize={"methods": ["gptq", "none"]})
-    (tmp_path / "behave.json").write_text(json.dumps({"release": "refuse"}))
+def test_when_all_are_refused_the_run_and_the_ui_say_so(tmp_path: Path, pico_model: Path) -> None:
+    path = written(tmp_path, pico_model, name="ui-refused", quantize={"methods": ["gptq", "none"]})
+    (tmp_path / "behave.json").write_text(json.dumps({"release": "worse"}))
     with pytest.raises(GateRefused, match="every export of quantize.methods was refused") as caught:
         finetune_to_serve(path)
-    assert caught.value.details["refused"] == ["served loss 9.0", "served loss 9.0"]
+    assert caught.value.exit_status == 4
+    assert caught.value.details["refused"] == ["served loss 2.5", "served loss 2.5"]
     assert executed(tmp_path)[6:] == ["quantize:gptq", "release", "release"]
+    assert "# Release r9 is refused" in shown("ui-refused-release")
+    (gate,) = json.loads(shown("ui-refused-release-gates"))
+    assert (gate["gate"], gate["decision"], gate["found"]) == ("loss", "REFUSED", "2.5")
+    assert shown("ui-refused-release-kl").startswith("data:image/png;base64,iVBORw0KGgo")
+
+
+def shown(key: str) -> str:
+    """What the UI has under a key."""
+    with get_client(sync_client=True) as client:
+        pages = client.read_artifacts(
+            artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=[key]))
+        )
+    assert pages, key
+    return str(pages[0].data)
 
 
 def test_the_ui_shows_pages_tables_plots_progress_and_links(
     tmp_path: Path, pico_model: Path
 ) -> None:
-    shown = dict.fromkeys(("validate", "plan", "train", "release"), "show")
-    (tmp_path / "behave.json").write_text(json.dumps(shown))
+    told = dict.fromkeys(("validate", "plan", "train", "release"), "show")
+    (tmp_path / "behave.json").write_text(json.dumps(told))
     finetune_to_serve(written(tmp_path, pico_model, name="ui-pages"))
-    with get_client(sync_client=True) as client:
 
-        def data(key: str) -> Any:
-            keys = ArtifactFilterKey(any_=[f"ui-pages-{key}"])
-            pages = client.read_artifacts(artifact_filter=ArtifactFilter(key=keys))
-            assert pages, key
-            return pages[0].data
+    def data(key: str) -> str:
+        return shown(f"ui-pages-{key}")
 
-        for stage in ("fetch", "validate", "train", "merge", "evaluate", "quantize", "release"):
-            assert f"# {stage}" in str(data(stage))
-        rejections = json.loads(data("validate-rejections"))
-        assert rejections == [{"reason": "EMPTY", "rows": 1}, {"reason": "ROLE", "rows": 2}]
-        (gate,) = json.loads(data("release-gates"))
-        assert (gate["gate"], gate["found"], gate["wanted"]) == ("loss", "0.5", "below 1.0")
-        assert json.loads(data("plan-planned"))[0]["planned peak"] == "1.0 GiB"
-        rows = {row["stage"]: row for row in json.loads(data("planned-and-measured"))}
-        assert rows["train"]["planned peak"] == "1.0 GiB" and rows["train"]["measured peak"]
-        assert str(data("train-loss")).startswith("data:image/png;base64,iVBORw0KGgo")
-        assert float(data("train-progress")) == 100.0
-        assert "http://127.0.0.1:1/v1/models" in str(data("endpoint"))
+    for stage in ("fetch", "validate", "train", "merge", "evaluate", "quantize", "release"):
+        assert f"# {stage}" in data(stage)
+    rejections = json.loads(data("validate-rejections"))
+    assert rejections == [{"reason": "EMPTY", "rows": 1}, {"reason": "ROLE", "rows": 2}]
+    (gate,) = json.loads(data("release-gates"))
+    assert (gate["gate"], gate["found"], gate["wanted"]) == ("loss", "0.5", "below 1.0")
+    assert json.loads(data("plan-planned"))[0]["planned peak"] == "1.0 GiB"
+    rows = {row["stage"]: row for row in json.loads(data("planned-and-measured"))}
+    assert rows["train"]["planned peak"] == "1.0 GiB" and rows["train"]["measured peak"]
+    assert data("train-loss").startswith("data:image/png;base64,iVBORw0KGgo")
+    assert float(data("train-progress")) == 100.0
+    assert "http://127.0.0.1:1/v1/models" in data("endpoint")
 
 
 def test_nothing_to_do_is_a_green_run_that_says_why(

@@ -102,8 +102,12 @@ def prove(servers: promote.Servers, candidate: Candidate) -> None:
     record.report = {**report.to_json(), "parity": parity}
     for reason in report.skipped:
         log.warning("skipped: %s", reason)
-    _write_report(servers, candidate, report, measured, command.arguments)
-    report.raise_if_refused(record.id)
+    folder = _write_report(servers, candidate, report, measured, command.arguments)
+    try:
+        report.raise_if_refused(record.id)
+    except GateRefused as error:
+        error.details["report_folder"] = str(folder)
+        raise
     record.proven = True
     with state.change(places) as changed:
         changed.releases[record.id] = record
@@ -190,7 +194,8 @@ def _named(
     except GateRefused as error:
         refused = Gate(gate, False, error.message, error.expected, "refused")
         report = GateReport({}, [refused], skipped, facts, rungs=_rungs(candidate, "refused"))
-        _write_report(servers, candidate, report, Measured(), arguments)
+        folder = _write_report(servers, candidate, report, Measured(), arguments)
+        error.details |= {**report.to_json(), "report_folder": str(folder)}
         raise
 
 
@@ -200,7 +205,8 @@ def _write_report(
     report: GateReport,
     measured: Measured,
     arguments: list[str],
-) -> None:
+) -> Path:
+    """Write the report and the card; returns their folder."""
     request, record = candidate.request, candidate.record
     folder = servers.places.release_folder(record.id)
     write_report(folder, title_of(record), report, measured, request.model)
@@ -212,6 +218,7 @@ def _write_report(
         folder / "report.json",
         {**record.report, "release": record.id, "model": record.model, "command": arguments},
     )
+    return folder
 
 
 def title_of(record: state.Release) -> str:
