@@ -96,7 +96,7 @@ def fsync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def _home_id(folder: Path, *, make: bool = False) -> str:
+def home_id(folder: Path, *, make: bool = False) -> str:
     """What tells one TUNESERVE_HOME from another of the same path; empty where there is none."""
     note = folder / "home-id"
     if make and not note.exists():
@@ -175,7 +175,7 @@ class Store:
         if not ids:
             return
         user = f"{socket.gethostname()}\n{home()}\n"
-        name = _home_id(home(), make=True)
+        name = home_id(home(), make=True)
         with contextlib.suppress(OSError):  # a store that is only read needs no notes
             for folder in (".used", ".users"):
                 (self.root / folder).mkdir(parents=True, exist_ok=True)
@@ -203,7 +203,7 @@ class Store:
         for user in sorted((self.root / ".users").glob("*")):
             host, path = user.read_text(encoding="utf-8").splitlines()
             # Hosts often use one path for homes of their own: the identity tells them apart.
-            if _home_id(Path(path)) != user.name:
+            if home_id(Path(path)) != user.name:
                 if host == socket.gethostname():  # it was never made, or is gone with all in it
                     continue
                 raise InputError(

@@ -35,6 +35,7 @@ class Sweep:
     artifacts: dict[str, int] = field(default_factory=dict)
     leftovers: dict[str, int] = field(default_factory=dict)
     busy: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     last_used: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -49,6 +50,7 @@ class Sweep:
             "artifacts": self.artifacts,
             "leftovers": self.leftovers,
             "busy": self.busy,
+            "notes": self.notes,
             "bytes": self.bytes,
         }
 
@@ -68,7 +70,7 @@ def survey(store: Store, *, keep_days: float) -> Sweep:
     reasons = dict(_roots(store, manifests, recent))
     sweep = Sweep()
     for id, why in reasons.items():
-        for needed in _closure(id, manifests):
+        for needed in closure(id, manifests):
             sweep.kept.setdefault(needed, why if needed == id else f"{id} was made from it")
     for id in sorted(set(manifests) - set(sweep.kept)):
         sweep.artifacts[id] = _size(store.root / id)
@@ -104,7 +106,7 @@ def remove(store: Store, sweep: Sweep) -> None:
 
 def sweep_text(sweep: Sweep, *, removed: bool) -> str:
     """The sweep for people."""
-    lines = [f"keep    {id}: {why}" for id, why in sorted(sweep.kept.items())]
+    lines = [*sweep.notes, *(f"keep    {id}: {why}" for id, why in sorted(sweep.kept.items()))]
     verb = "removed" if removed else "remove "
     gone = {**sweep.artifacts, **sweep.leftovers}
     lines += [f"{verb} {id}: {human_bytes(size)}" for id, size in gone.items()]
@@ -129,24 +131,36 @@ def _roots(
     """Ids that are needed for themselves, and why; the strongest reason first."""
     found: dict[str, str] = {}
     for home in store.homes():
-        runs = Runs(home / "runs")
-        releases = _releases(home)
-        for id, release in releases:
-            found.setdefault(id, f"release {release} serves it, or did")
-        known = {release for _, release in releases}
-        for record in runs.running():
-            _note(found, record.used, f"run {record.id} is under way")
-        for record in runs.all():
-            if record.release in known:
-                _note(found, record.used, f"the lineage of release {record.release}")
-        for served in {record.served for record in runs.all()}:
-            last = runs.last_settled(served)
-            if last:
-                _note(found, last.used, f"the last run of {served}")
+        _roots_of(home, found)
     for id in manifests:
         if store.last_used(id) >= recent:
             found.setdefault(id, "used lately")
     yield from ((id, why) for id, why in found.items() if id in manifests)
+
+
+def needed_by(home: Path, store: Store) -> set[str]:
+    """Ids that a TUNESERVE_HOME needs, and what they were made from as far as the store knows."""
+    roots: dict[str, str] = {}
+    _roots_of(home, roots)
+    manifests = dict(_manifests(store.root))
+    return {*roots, *(needed for id in roots for needed in closure(id, manifests))}
+
+
+def _roots_of(home: Path, found: dict[str, str]) -> None:
+    runs = Runs(home / "runs")
+    releases = _releases(home)
+    for id, release in releases:
+        found.setdefault(id, f"release {release} serves it, or did")
+    known = {release for _, release in releases}
+    for record in runs.running():
+        _note(found, record.used, f"run {record.id} is under way")
+    for record in runs.all():
+        if record.release in known:
+            _note(found, record.used, f"the lineage of release {record.release}")
+    for served in {record.served for record in runs.all()}:
+        last = runs.last_settled(served)
+        if last:
+            _note(found, last.used, f"the last run of {served}")
 
 
 def _note(found: dict[str, str], ids: Iterable[str], why: str) -> None:
@@ -175,7 +189,8 @@ def _releases(home: Path) -> list[tuple[str, str]]:
     ]
 
 
-def _closure(id: str, manifests: Mapping[str, Mapping[str, Any]]) -> set[str]:
+def closure(id: str, manifests: Mapping[str, Mapping[str, Any]]) -> set[str]:
+    """An artifact and all it was made from, as far as the manifests know."""
     found: set[str] = set()
     todo = [id]
     while todo:

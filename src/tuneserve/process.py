@@ -13,7 +13,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -31,7 +30,9 @@ from tuneserve.errors import (
     StageTimeout,
     TuneserveError,
 )
+from tuneserve.remote import RemoteStore
 from tuneserve.runlock import held_descriptors
+from tuneserve.stagelog import kept_log, to_stderr
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,9 @@ def run_stage(
         key = call.key()
         id = artifact_id(call.spec.makes, key)
         store.note_use(id)  # first, so that nobody sweeps it away between
+    if remote:
+        _say_needs(remote, call, id)
+    if id:
         found = store.find(id) or (remote.pull(store, id) if remote else None)
         if found is not None:
             if remote:
@@ -90,12 +94,15 @@ def run_stage(
         request_path.write_text(json.dumps(request), encoding="utf-8")
         command = [call.interpreter(), "-m", "tuneserve", "stage", call.stage]
         try:
-            status, tail = run_child(
-                [*command, str(request_path), str(result_path)],
-                log_line=log_line,
-                timeout_seconds=limit,
-                term_seconds=_RELEASE_TERM_SECONDS if call.stage == "release" else _TERM_SECONDS,
-            )
+            with kept_log(call.run.name, call.stage, log_line) as write:
+                status, tail = run_child(
+                    [*command, str(request_path), str(result_path)],
+                    log_line=write,
+                    timeout_seconds=limit,
+                    term_seconds=_RELEASE_TERM_SECONDS
+                    if call.stage == "release"
+                    else _TERM_SECONDS,
+                )
         except StageTimeout as error:
             if by_budget:
                 raise _budget_spent(call.stage) from error
@@ -111,6 +118,14 @@ def run_stage(
             remote.push(made)
         return _from_artifact(call.stage, made, cached=bool(result.get("cached")))
     return StageResult(call.stage, result["metrics"], seconds=time.monotonic() - started)
+
+
+def _say_needs(remote: RemoteStore, call: StageCall, id: str | None) -> None:
+    """Tell the object store what this machine needs, this stage included, before it is made."""
+    from tuneserve.gc import needed_by
+    from tuneserve.places import home
+
+    remote.note_needs({*needed_by(home(), call.store), *call.inputs.values(), *filter(None, [id])})
 
 
 def _limit_seconds(call: StageCall, asked: float | None) -> tuple[float | None, bool]:
@@ -149,7 +164,7 @@ def run_child(
     Raises:
         StageTimeout: It ran longer than `timeout_seconds`; its group has been ended.
     """
-    sink = log_line or _to_stderr
+    sink = log_line or to_stderr
     tail: list[str] = []
     reading, writing = os.pipe()
     try:
@@ -210,11 +225,6 @@ def run_child(
         os.close(writing)
         reader.join(timeout=5)
     return child.returncode, tail
-
-
-def _to_stderr(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
 
 
 def end_group(child: subprocess.Popen[str], term_seconds: float = _TERM_SECONDS) -> None:

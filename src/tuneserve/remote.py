@@ -2,6 +2,7 @@
 
 PREFIX/ID/manifest.json      what the artifact is, and under `remote` which upload holds its files
 PREFIX/ID/UPLOAD/...         the files of one upload
+PREFIX/.users/HOME.json      what a TUNESERVE_HOME needs, for `tuneserve gc --remote`
 
 The local store's promises hold: files first, the manifest last, so that a broken upload is no
 artifact; two uploads at once never mix; what is fetched is hashed before it counts.
@@ -11,14 +12,20 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
+import time
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tuneserve.artifacts import MANIFEST, Artifact, Store, file_sha256
+from tuneserve.artifacts import MANIFEST, Artifact, Store, file_sha256, home_id
 from tuneserve.errors import InputError, StoreError
+from tuneserve.places import home
 
 log = logging.getLogger(__name__)
+
+USERS = ".users"
 
 
 class RemoteStore:
@@ -38,8 +45,8 @@ class RemoteStore:
         Raises:
             StoreError: The object store did not take it.
         """
-        with _reported(self.url, "take"):
-            system, root = self._open()
+        with reported(self.url, "take"):
+            system, root = self.open()
             if system.exists(f"{root}/{artifact.id}/{MANIFEST}"):
                 return
             upload = uuid.uuid4().hex[:12]
@@ -62,8 +69,8 @@ class RemoteStore:
         Raises:
             StoreError: The object store did not answer.
         """
-        with _reported(self.url, "give"):
-            system, root = self._open()
+        with reported(self.url, "give"):
+            system, root = self.open()
             name = f"{root}/{id}/{MANIFEST}"
             try:
                 manifest = json.loads(system.cat_file(name))
@@ -89,7 +96,21 @@ class RemoteStore:
                     log.info("%s was fetched from %s", id, self.url)
                     return store.commit(draft, manifest["stage"], facts)
 
-    def _open(self) -> tuple[Any, str]:
+    def note_needs(self, needed: Iterable[str]) -> None:
+        """Say what this TUNESERVE_HOME needs, in place of what it said before.
+
+        Raises:
+            StoreError: The object store did not take it.
+        """
+        with reported(self.url, "take"):
+            system, root = self.open()
+            here = {"host": socket.gethostname(), "home": str(home())}
+            name = home_id(home(), make=True) or "-".join(here.values()).replace("/", "-")
+            said = {**here, "noted": time.time(), "needed": sorted(needed)}
+            system.pipe_file(f"{root}/{USERS}/{name}.json", json.dumps(said).encode())
+
+    def open(self) -> tuple[Any, str]:
+        """The file system and the prefix in it, nothing remembered of an earlier look."""
         import fsspec
 
         try:
@@ -108,7 +129,7 @@ class RemoteStore:
         system.rm_file(manifest)
 
 
-class _reported:
+class reported:
     """Turn what an object store's client raises into an error that says what to do."""
 
     def __init__(self, url: str, verb: str) -> None:

@@ -10,17 +10,22 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
 import pytest
 
 from shim import executed, run_file
-from tuneserve.artifacts import Artifact, Store
+from tuneserve.artifacts import Artifact, Store, artifact_id
 from tuneserve.calls import StageCall
-from tuneserve.errors import StoreError
+from tuneserve.errors import DataError, InputError, StoreError
+from tuneserve.gc import Sweep, needed_by, sweep_text
+from tuneserve.places import home
 from tuneserve.process import run_stage
 from tuneserve.remote import RemoteStore
+from tuneserve.remote_gc import remove_remote, survey_remote
+from tuneserve.runs import RunRecord, Runs, now
 
 FACTS = {
     "key": {"a": 1},
@@ -88,7 +93,7 @@ def make(store: Store, text: str = "hello") -> Artifact:
 
 
 def listed(remote: RemoteStore) -> list[str]:
-    system, root = remote._open()
+    system, root = remote.open()
     return [name.removeprefix(f"{root}/") for name in system.find(root)]
 
 
@@ -125,7 +130,7 @@ def test_what_is_damaged_there_is_not_used_and_replaced(
 ) -> None:
     made = make(Store(tmp_path / "one"))
     remote.push(made)
-    system, root = remote._open()
+    system, root = remote.open()
     manifest = f"{root}/{made.id}/manifest.json"
     (file,) = [f"{root}/{n}" for n in listed(remote) if n.endswith("a.txt")]
     if damage == "bytes":
@@ -173,3 +178,126 @@ def test_a_service_that_is_away_is_named(
         gone.push(made)
     assert caught.value.retryable and caught.value.exit_status == 5
     assert "testing" not in str(caught.value)
+
+
+class Team:
+    """Two machines, an object store, and chains of artifacts that were uploaded long ago."""
+
+    def __init__(self, remote: RemoteStore, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.remote, self.folder, self.monkeypatch = remote, folder, monkeypatch
+        self.store = self.on("one")
+
+    def on(self, machine: str) -> Store:
+        """Be on a machine: its TUNESERVE_HOME, its store."""
+        self.monkeypatch.setenv("TUNESERVE_HOME", str(self.folder / machine))
+        self.store = Store(self.folder / machine / "store")
+        return self.store
+
+    def chain(self, tag: str) -> list[str]:
+        """A dataset and an adapter made from it, here and in the object store."""
+        ids = [f"dataset-{tag:0>16}", f"adapter-{tag:0>16}"]
+        for id, inputs in zip(ids, ({}, {"dataset": ids[0]}), strict=True):
+            with self.store.lock(id), self.store.draft(id) as draft:
+                (draft.path / "weights").write_text(id)
+                self.remote.push(self.store.commit(draft, "make", {**FACTS, "inputs": inputs}))
+        return ids
+
+    def run(self, *used: str) -> None:
+        """Note a run of this machine, and say what it needs."""
+        record = RunRecord(f"run-{used[-1]}", "r", "support", state="promoted", used=list(used))
+        record.ended = now()
+        Runs().root.mkdir(parents=True, exist_ok=True)
+        Runs().save(record)
+        self.remote.note_needs(needed_by(home(), self.store))
+
+    def later(self, days: float) -> None:
+        """Let time pass for the one who sweeps."""
+        passed = time.time() + days * 86400
+        self.monkeypatch.setattr("tuneserve.remote_gc.time", SimpleNamespace(time=lambda: passed))
+
+    def sweep(self, **options: Any) -> Sweep:
+        return survey_remote(self.remote, self.store, **{"keep_days": 14, **options})
+
+    def there(self) -> set[str]:
+        return {name.split("/")[0] for name in listed(self.remote)} - {".users"}
+
+
+@pytest.fixture
+def team(remote: RemoteStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Team:
+    return Team(remote, tmp_path, monkeypatch)
+
+
+def test_what_any_machine_needs_stays_in_the_object_store(team: Team) -> None:
+    mine, old = team.chain("a"), team.chain("b")
+    team.run(mine[1])
+    team.on("two")
+    others = team.chain("c")
+    team.run(others[1])
+    team.on("three")
+    assert team.sweep().artifacts == {}, "all of it was uploaded lately"
+    team.later(20)
+    before = listed(team.remote)
+    sweep = team.sweep()
+    assert set(sweep.artifacts) == set(old) and set(sweep.kept) == {*mine, *others}
+    assert listed(team.remote) == before, "a survey removes nothing"
+    assert f"{team.folder / 'two'} on" in sweep_text(sweep, removed=False)
+    system, root = team.remote.open()
+    sizes = sum(system.size(f"{root}/{name}") for name in before if name.split("/")[0] in old)
+    assert sweep.bytes == sizes
+    remove_remote(team.remote, sweep)
+    assert team.there() == {*mine, *others}
+    for id in team.there():
+        assert team.remote.pull(Store(team.folder / "four"), id) is not None
+
+
+def test_what_a_machine_took_up_after_the_survey_stays(team: Team) -> None:
+    chain = team.chain("a")
+    team.later(20)
+    sweep = team.sweep()
+    assert set(sweep.artifacts) == set(chain)
+    team.on("two")
+    team.remote.note_needs([chain[1]])
+    remove_remote(team.remote, sweep)
+    assert team.there() == set(chain) and set(sweep.busy) == set(chain)
+    assert sweep.artifacts == {}
+
+
+def test_broken_uploads_go_once_nobody_can_be_at_them(team: Team) -> None:
+    chain = team.chain("a")
+    team.run(chain[1])
+    system, root = team.remote.open()
+    for name in (f"{chain[1]}/0ther/weights", "merged-0123456789abcdef/half/weights"):
+        system.pipe_file(f"{root}/{name}", b"half of it")
+    assert team.sweep(keep_days=0).leftovers == {}
+    team.later(2)
+    sweep = team.sweep(keep_days=0)
+    assert sweep.leftovers == {f"{chain[1]}/0ther": 10, "merged-0123456789abcdef/half": 10}
+    remove_remote(team.remote, sweep)
+    assert team.there() == set(chain)
+    assert team.remote.pull(Store(team.folder / "two"), chain[1]) is not None
+
+
+def test_a_note_that_cannot_be_read_removes_nothing(team: Team) -> None:
+    team.chain("a")
+    system, root = team.remote.open()
+    system.pipe_file(f"{root}/.users/x.json", b"{")
+    team.later(20)
+    before = listed(team.remote)
+    with pytest.raises(InputError, match="nobody knows what that machine needs"):
+        team.sweep()
+    assert {*before} <= {*listed(team.remote)}
+
+
+def test_a_stage_says_what_it_needs_before_it_is_made(
+    remote: RemoteStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TUNESERVE_HOME", str(tmp_path / "home"))
+    run = run_file(tmp_path, store={"root": str(tmp_path / "store"), "remote": remote.url})
+    call = StageCall("quantize", run, None, {}, settings={"do": "data error"})
+    with pytest.raises(DataError):
+        run_stage(call, log_line=lambda line: None)
+    (note,) = [name for name in listed(remote) if name.startswith(".users/")]
+    system, root = remote.open()
+    said = json.loads(system.cat_file(f"{root}/{note}"))
+    assert said["needed"] == [artifact_id("quantized", call.key())]
+    assert said["home"] == str(tmp_path / "home")

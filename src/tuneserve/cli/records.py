@@ -13,6 +13,9 @@ from tuneserve.cli.app import (
     show,
 )
 
+# Ends of which the stage says nothing.
+_WHOLE = ("promoted", "confirmed", "unchanged", "still refused")
+
 StoreOption = Annotated[
     Path | None,
     typer.Option(help="The run file's store.root; unset: TUNESERVE_HOME/store.", metavar="DIR"),
@@ -64,7 +67,7 @@ def runs(
         state = record.state
         if state == "running" and record.id not in alive:
             state = "stale"
-        where = f" in {record.stage}" if state not in ("promoted", "confirmed", "unchanged") else ""
+        where = "" if state in _WHOLE else f" in {record.stage}"
         took = human_seconds(sum(record.seconds.values()))
         release = f" {record.release}" if record.release else ""
         lines.append(
@@ -81,6 +84,10 @@ def runs(
 def gc(
     keep_days: Annotated[float, typer.Option(help="Keep what was used within so many days.")] = 14,
     yes: Annotated[bool, typer.Option("--yes", help="Remove; without it only shown.")] = False,
+    remote: Annotated[
+        str | None,
+        typer.Option(help="Sweep this object store instead (store.remote).", metavar="URL"),
+    ] = None,
     store: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -90,9 +97,18 @@ def gc(
     from tuneserve.places import store_root
 
     where = Store(store_root(str(store) if store else None))
-    sweep = survey(where, keep_days=keep_days)
-    if yes:
-        remove(where, sweep)
+    if remote:
+        from tuneserve.remote import RemoteStore
+        from tuneserve.remote_gc import remove_remote, survey_remote
+
+        there = RemoteStore(remote)
+        sweep = survey_remote(there, where, keep_days=keep_days)
+        if yes:
+            remove_remote(there, sweep)
+    else:
+        sweep = survey(where, keep_days=keep_days)
+        if yes:
+            remove(where, sweep)
     show({**sweep.to_json(), "removed": yes}, sweep_text(sweep, removed=yes), as_json)
 
 
