@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from train_rows import IGNORED, pico_dataset
-from tuneserve.config import LoraSection
+from tuneserve.config import LoraSection, TrainSection
 from tuneserve.cpu import has_bf16
 from tuneserve.errors import AdapterError, ModelError, TrainingDiverged
 from tuneserve.lm import hardware
@@ -21,6 +21,7 @@ from tuneserve.lm.load import load_base, quantized_modules
 from tuneserve.lm.loss import pad_rows, row_losses
 from tuneserve.lm.rows import Rows, read_rows
 from tuneserve.train.adapter import add_adapter, load_adapter, prove_trained, save_adapter
+from tuneserve.train.recipe import make_recipe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -226,6 +227,16 @@ def test_the_type_and_place_on_a_gpu(
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert hardware.device() == torch.device("cuda", 1)
     assert hardware.compute_dtype(hardware.device()) is dtype
+
+
+def test_nothing_is_scaled_and_the_way_to_recompute_is_named(tmp_path: Path) -> None:
+    """B03, B01: no half-precision scaler that would meet half-precision gradients, on any card."""
+    from tuneserve.train.trainer import _arguments
+
+    train = TrainSection()
+    options = _arguments(train, make_recipe(train, 32, 4), tmp_path, checkpointing=True)
+    assert options["fp16"] is False and options["bf16"] is False
+    assert options["gradient_checkpointing_kwargs"]["use_reentrant"] is False
 
 
 def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:

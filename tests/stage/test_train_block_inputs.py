@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from tuneserve.plan import fusedstep
+from tuneserve.train import offload
 from tuneserve.train.offload import BlockInputs
 
 DEVICES = [
@@ -33,8 +35,11 @@ def gradients(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("places", [1, 2, 3, 6, BLOCKS, 20])
-def test_gradients_are_bit_equal(device: str, places: int) -> None:
+@pytest.mark.parametrize(
+    ("places", "place_bytes"),
+    [(1, 2**40), (2, 2**40), (3, 2**40), (6, 2**40), (BLOCKS, 2**40), (20, 2**40), (6, 20_000)],
+)
+def test_gradients_are_bit_equal(device: str, places: int, place_bytes: int) -> None:
     """Also with shorter rows, with longer ones than before, and after a pass without a way back."""
     size = 512 if device == "cuda" else 32
     found = []
@@ -42,7 +47,7 @@ def test_gradients_are_bit_equal(device: str, places: int) -> None:
         torch.manual_seed(0)
         blocks = [torch.nn.Linear(size, size, device=device) for _ in range(BLOCKS)]
         rows = [torch.randn(n, size, device=device) for n in (40, 24, 90)]
-        store = BlockInputs(torch.device(device), BLOCKS, places) if held else None
+        store = BlockInputs(torch.device(device), BLOCKS, places, place_bytes) if held else None
         if store:
             lost = rows[0].clone().requires_grad_()
             for number in range(3):
@@ -50,6 +55,18 @@ def test_gradients_are_bit_equal(device: str, places: int) -> None:
         found.append(gradients(blocks, rows, store))
     for plain, ours in zip(*found, strict=True):
         assert torch.equal(plain, ours)
+
+
+def test_the_plan_counts_with_the_same_places() -> None:
+    assert offload.OFFLOAD_PLACES == fusedstep.OFFLOAD_PLACES
+    assert offload.OFFLOAD_BYTES == fusedstep.OFFLOAD_BYTES
+
+
+def test_long_rows_have_fewer_places() -> None:
+    """Inputs of 4 kB in places of 10 kB together: two."""
+    store = BlockInputs(torch.device("cpu"), BLOCKS, 6, 10_000)
+    store._make_room(4096)
+    assert [len(store._here), len(store._host)] == [2, 5]
 
 
 def test_what_is_kept_is_the_place_alone() -> None:

@@ -83,6 +83,16 @@ def test_seconds_are_said_for_known_cards(base: Path) -> None:
     found = plan(base, named, train=train).to_json()["train"]
     assert found["seconds_per_step"] == pytest.approx(0.24, rel=0.15)
     assert plan(base, place, train=train).to_json()["train"]["seconds_per_step"] is None
+    rows = DataShape((2048,) * 30 + (1024,) * 10)
+    known = plan_for(
+        run(base, train={**train, "epochs": 2}), base_dir=base, data=rows, machine=named
+    )
+    found = known.to_json()["train"]
+    assert found["steps"] == 40  # 2 epochs of 40 rows, 2 a step; a row has 1,792 tokens on average
+    assert found["seconds"] == pytest.approx(40 * found["seconds_per_step"] * 1792 / 2048, rel=0.05)
+    assert "40 steps in about" in known.to_json()["table"]
+    unknown = plan_for(run(base, train=train), base_dir=base, machine=named).to_json()["train"]
+    assert unknown["steps"] is None and unknown["seconds"] is None
 
 
 def test_next_larger_micro_batch_would_not_fit(base: Path) -> None:

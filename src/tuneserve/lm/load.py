@@ -97,11 +97,12 @@ def load_base(
         ) from error
     model.requires_grad_(False)
     log.info(
-        "base: %s parameters, %s, computing in %s on %s",
+        "base: %s parameters, %s, computing in %s on %s, attention by %s",
         f"{_parameter_count(model):,}",
         "NF4 with double quantization" if nf4 else "16 bits",
         dtype_name(dtype),
         device,
+        "torch's fastest kernel here (sdpa)" if attention == "sdpa" else attention,
     )
     return model.eval()
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,17 @@ class Plan:
     advice: tuple[Advice, ...] = ()
     warnings: tuple[str, ...] = field(default=())
     several: Ways | None = None
+    steps: int | None = None
+    usual_tokens: int | None = None
+
+    @property
+    def train_seconds(self) -> float | None:
+        """All steps of the training, with rows of their mean length; None where it is not known."""
+        if self.steps is None or self.usual_tokens is None:
+            return None
+        usual = replace(self.step, length=self.usual_tokens)
+        step = step_seconds(self.arch, usual, self.machine.device)
+        return None if step is None else step * self.steps
 
     @property
     def disk_bytes(self) -> int:
@@ -126,6 +138,8 @@ class Plan:
                 "longest_row_tokens": self.step.length,
                 "gradient_checkpointing": self.step.checkpointing,
                 "seconds_per_step": step_seconds(self.arch, self.step, self.machine.device),
+                "steps": self.steps,
+                "seconds": self.train_seconds,
                 "while_serving": self.trains_while_serving,
                 "gpus": self.step.gpus,
                 "several_gpus": self.several.to_json() if self.several else None,
@@ -244,7 +258,19 @@ def plan_for(
         advice=tuple(advice),
         warnings=tuple(warnings(run, arch, data, gpu=on_gpu)),
         several=ways(arch, step, room.train, constants),
+        steps=_steps(run, data),
+        usual_tokens=round(sum(data.lengths) / data.rows) if data and data.rows else None,
     )
+
+
+def _steps(run: RunFile, data: DataShape | None) -> int | None:
+    """Optimizer steps, as `tuneserve.train.recipe` counts them."""
+    if run.train.max_steps:
+        return run.train.max_steps
+    if data is None or not data.rows:
+        return None
+    batch = min(run.train.effective_batch, data.rows)
+    return math.ceil(round(run.train.epochs * data.rows / batch, 6))
 
 
 def _read_arch(base_dir: Path) -> Arch:

@@ -24,6 +24,7 @@ PART_MULTIPLE = 1024
 LOGITS_BYTES = 128 * 2**20
 # As in `tuneserve.train.offload`: block inputs that stay on the card.
 OFFLOAD_PLACES = 10
+OFFLOAD_BYTES = 320 * 2**20
 
 
 def can_fuse(arch: Arch, *, dropout: bool, dora: bool) -> bool:
@@ -44,7 +45,10 @@ def part_width(tokens: int, arch: Arch, element_bytes: int, *, quantized: bool) 
 
 def held_inputs(arch: Arch, step: Step) -> int:
     """Inputs of checkpointed blocks that are on the card at once."""
-    return min(OFFLOAD_PLACES, arch.layers) if step.checkpointing == "offload" else arch.layers
+    if step.checkpointing != "offload" or arch.layers <= OFFLOAD_PLACES:
+        return arch.layers
+    size = step.tokens * arch.hidden * step.element_bytes
+    return max(2, min(OFFLOAD_PLACES, OFFLOAD_BYTES // size))
 
 
 def scratch_bytes(arch: Arch, step: Step) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tuneserve.progress import human_bytes
+from tuneserve.progress import human_bytes, human_seconds
 
 if TYPE_CHECKING:
     from tuneserve.plan.build import Plan, StagePlan
@@ -29,7 +29,12 @@ def table(plan: Plan) -> str:
         "",
         f"train: {plan.step.micro_batch} rows of up to {plan.step.length} tokens a pass, "
         f"{plan.step.accumulation} passes a step"
-        + (f" on each of {plan.step.gpus} GPUs" if plan.step.gpus > 1 else ""),
+        + (f" on each of {plan.step.gpus} GPUs" if plan.step.gpus > 1 else "")
+        + (
+            f"; {plan.steps} steps in about {human_seconds(plan.train_seconds)}"
+            if plan.train_seconds
+            else ""
+        ),
         *(plan.several.lines() if plan.several else []),
         f"serve: {plan.serving.concurrent_chats} chats of {plan.serving.max_model_len} tokens, "
         f"KV cache {human_bytes(plan.serving.kv_cache_bytes)}; two servers at once "

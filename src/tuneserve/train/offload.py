@@ -18,7 +18,9 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 OFFLOAD_PLACES = 10
-"""Two would do on a fast bus; but a copy costs some launches, and those the time of a slow CPU."""
+OFFLOAD_BYTES = 320 * 2**20
+"""So many places on the GPU, or as many as these bytes hold. Two would do on a fast bus; but a copy
+costs some launches, and for short rows these are the time of a slow CPU."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +38,16 @@ class BlockInputs:
     Args:
         device: Where the blocks compute; streams and pinned memory are for GPUs.
         blocks: How many there are, called in order.
-        places: How many inputs lie on the device; at least two.
+        places: How many inputs lie on the device at most; at least two do.
+        place_bytes: Of all places together, if more than two.
     """
 
-    def __init__(self, device: torch.device, blocks: int, places: int) -> None:
-        self._device, self._blocks, self._places = device, blocks, max(2, min(places, blocks))
+    def __init__(
+        self, device: torch.device, blocks: int, places: int, place_bytes: int = OFFLOAD_BYTES
+    ) -> None:
+        self._device, self._blocks = device, blocks
+        self._most, self._most_bytes = max(2, min(places, blocks)), place_bytes
+        self._places = self._most
         self._gpu = device.type == "cuda"
         self._out = torch.cuda.Stream(device) if self._gpu else None
         self._in = torch.cuda.Stream(device) if self._gpu else None
@@ -105,6 +112,7 @@ class BlockInputs:
             if stream is not None:
                 torch.cuda.current_stream(self._device).wait_stream(stream)
         self._here, self._host, self._size = [], [], size
+        self._places = max(2, min(self._most, self._most_bytes // size))
         # In one piece, and yet each a tensor of its own: writing into one is no change of another.
         storage = torch.empty(
             self._places * size, dtype=torch.uint8, device=self._device
