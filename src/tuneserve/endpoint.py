@@ -56,7 +56,9 @@ class ServeSection(Section):
         "parallelism); heads, KV heads and 4-bit groups must divide by it.",
     )
     while_training: Literal["share", "stop"] = Field(
-        "share", description="What the serving model does while a retrain uses the same card."
+        "share",
+        description="What is served here while a run trains, evaluates and quantizes: share the "
+        "card, or stop (downtime) and start again before the release and when the run fails.",
     )
     max_concurrent_chats: int = Field(
         8, ge=1, description="Chats of full length that the KV cache has room for."

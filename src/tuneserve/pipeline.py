@@ -15,7 +15,6 @@ from typing import Any
 
 from tuneserve.calls import StageCall, StageResult
 from tuneserve.config import RunFile
-from tuneserve.errors import RunFileError
 from tuneserve.ladder import Execute, check_held_out, release_best
 
 log = logging.getLogger(__name__)
@@ -55,12 +54,15 @@ def finetune_to_serve(
         TuneserveError: A stage failed; `GateRefused` when every rung of `quantize.methods` was
         refused, in which case what was serving goes on serving.
     """
-    if run.serve.while_training == "stop":
-        raise RunFileError(
-            "serve.while_training: stop is only planned with; a run does not stop the server",
-            expected="share",
-            hint="use share, and run `tuneserve down` before and `tuneserve up` after if need be",
-        )
+    from tuneserve.release.rest import AtRest  # and with it all of serving
+
+    with AtRest(run, execute) as at_rest:
+        return _stages(run, at_rest.execute, unchanged)
+
+
+def _stages(
+    run: RunFile, execute: Execute, unchanged: Callable[[Path], PipelineResult | None]
+) -> PipelineResult:
     base = Path(execute(StageCall("fetch", run)).metrics["path"])
     if (known := unchanged(base)) is not None:
         return known
@@ -93,7 +95,8 @@ def _merge_and_evaluate(
         inputs = {"dataset": dataset, "adapter": adapter, "merged": merged}
         evaluation = execute(StageCall("evaluate", run, base, inputs))
         loss = evaluation.metrics["merged_loss"]
-        log.info("merged onto the %s weights: held-out loss %s", way, loss)
+        said = "not measured" if loss is None else f"{loss:.4f}"
+        log.info("merged onto the %s weights: held-out loss %s", way, said)
         # Without held-out rows there is nothing to choose by: the first way stays.
         found.append((math.inf if loss is None else loss, merged, _id(evaluation)))
     _, merged, evaluation_id = min(found, key=lambda entry: entry[0])

@@ -97,7 +97,8 @@ STAGES: dict[str, StageSpec] = {
             makes="adapter",
             inputs=("dataset",),
             sections=(*(f"train.{name}" for name in _TRAIN_FIELDS), "model.trust_remote_code"),
-            packages=("torch", "transformers", "peft", "trl", "bitsandbytes"),
+            # unsloth: absent, unless engines.train.python is another trainer's.
+            packages=("torch", "transformers", "peft", "trl", "bitsandbytes", "unsloth"),
             code_version=2,  # fused arithmetic, and an optimizer that holds one tensor
             uses_base=True,
         ),
