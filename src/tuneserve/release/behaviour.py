@@ -16,6 +16,7 @@ from typing import Any
 
 from tuneserve.errors import ServerError
 from tuneserve.lm.structured import Kind, parses
+from tuneserve.progress import Progress
 from tuneserve.release.gates import Gate
 from tuneserve.release.unixhttp import ask
 from tuneserve.thresholds import CanarySection, GatesSection
@@ -202,8 +203,15 @@ def ask_ids(
             found.get("token_logprobs") or (),
         )
 
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        return list(pool.map(one, prompts))
+    answers = []
+    with (
+        Progress("greedy answers", total=len(prompts), unit="answer") as progress,
+        ThreadPoolExecutor(_AT_ONCE) as pool,
+    ):
+        for answer in pool.map(one, prompts):
+            answers.append(answer)
+            progress.advance(1)
+    return answers
 
 
 def ask_canaries(
