@@ -2,6 +2,7 @@
 
 RANK_SHIM="1 error 2"   rank 1 raises a DataError when step 2 is done
 RANK_SHIM="1 kill 2"    rank 1 is killed with signal 9 when step 2 is done
+RANK_SHIM="1 smoke 0"   rank 1 raises a DataError in its first forward pass
 RANK_SHIM="1 room 2"    a forward pass of more than 2 rows does not fit on rank 1
 """
 
@@ -33,6 +34,8 @@ def misbehave(what: str, number: int) -> None:
     def compute_loss(self: Any, model: Any, inputs: Any, *rest: Any, **kwargs: Any) -> Any:
         if what == "room" and len(inputs["input_ids"]) > number:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        if what == "smoke":
+            raise DataError("the first row is bad", hint="mend it")
         return loss(self, model, inputs, *rest, **kwargs)
 
     Watch.on_log = on_log  # type: ignore[method-assign]

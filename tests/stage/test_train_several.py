@@ -8,7 +8,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import select
 import shutil
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,9 +24,10 @@ from safetensors.torch import load_file
 
 from train_rows import IGNORED, make_context
 from tuneserve.artifacts import Artifact
-from tuneserve.errors import DataError, StageKilled
+from tuneserve.errors import AdapterError, DataError, OutOfMemory, StageKilled
 from tuneserve.stages import StageContext
-from tuneserve.train import launch
+from tuneserve.train import launch, rank
+from tuneserve.train.checkpoints import SEAL
 from tuneserve.train.stage import run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -100,9 +106,12 @@ def test_the_losses_of_two_are_those_of_one(
     assert {path.name for path in two.out.iterdir()} == {path.name for path in one.out.iterdir()}
     memory = json.loads((two.out / "memory.json").read_text())
     assert len(memory["ranks"]) == 2
-    for rank in memory["ranks"]:
-        assert {"load", "smoke", "train", "evaluate"} <= {p["phase"] for p in rank["timeline"]}
-    assert memory["peak_rss_bytes"] == max(rank["peak_rss_bytes"] for rank in memory["ranks"])
+    for each in memory["ranks"]:
+        assert {"load", "smoke", "train", "evaluate"} <= {p["phase"] for p in each["timeline"]}
+    assert memory["peak_rss_bytes"] == max(each["peak_rss_bytes"] for each in memory["ranks"])
+
+    sealed = json.loads((two.work / "checkpoint-2" / SEAL).read_text())
+    assert sealed["shape"] == {"steps": 4, "effective_batch": 8}
 
     # What two wrote, one goes on with.
     context = several(tmp_path / "resumed", pico_model, dataset, gpus=1)
@@ -131,6 +140,86 @@ def test_what_does_not_fit_on_one_rank_is_tried_smaller_on_all(
     assert_the_same(context, alone[0])
 
 
+def test_what_fits_nowhere_on_one_rank_is_told_by_it(
+    tmp_path: Path, pico_model: Path, dataset: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "_RANK", (str(SHIM),))
+    monkeypatch.setenv("RANK_SHIM", "1 room 0")
+    context = several(tmp_path, pico_model, dataset, micro_batch=1)
+    with pytest.raises(OutOfMemory, match="rank 1: CUDA out of memory"):
+        run(context)
+    report = json.loads((context.work / "first_oom.json").read_text())
+    assert report["rank"] == 1 and "smoke: forward" in report["phases"]
+    assert not (context.work / "rung.json").exists()  # the next call begins where this one did
+    assert list(context.out.iterdir()) == []
+    assert ranks_of(context) == {}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("shim", "kind"), [("1 room 0", OutOfMemory), ("1 smoke 0", DataError)])
+def test_the_call_after_a_smoke_step_that_failed_on_one_rank_begins_at_the_top(
+    tmp_path: Path,
+    pico_model: Path,
+    dataset: Artifact,
+    monkeypatch: pytest.MonkeyPatch,
+    shim: str,
+    kind: type[Exception],
+) -> None:
+    monkeypatch.setattr(launch, "_RANK", (str(SHIM),))
+    monkeypatch.setenv("RANK_SHIM", shim)
+    context = several(tmp_path, pico_model, dataset, max_steps=1)
+    with pytest.raises(kind):
+        run(context)
+    monkeypatch.undo()
+    metrics = run(context)
+    assert (metrics["micro_batch"], metrics["did_not_fit"]) == (2, [])
+
+
+_STAGE = """
+import json, logging, sys
+from pathlib import Path
+from tuneserve.train import rank, stage
+logging.basicConfig(level=logging.INFO)
+stage.run(rank._context(json.loads(Path(sys.argv[1]).read_text())))
+"""
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.full)]
+)
+def test_no_rank_outlives_the_stage(
+    tmp_path: Path, pico_model: Path, dataset: Artifact, number: signal.Signals
+) -> None:
+    context = several(tmp_path, pico_model, dataset, max_steps=10**6, save_steps=10**6)
+    job = tmp_path / "job.json"
+    job.write_text(json.dumps(rank.job_of(context)))
+    command = [sys.executable, "-c", _STAGE, str(job)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
+        try:
+            assert child.stderr is not None
+            assert any("loss" in line for line in child.stderr)  # they train
+            ranks = [os.pidfd_open(pid) for pid in ranks_of(context)]
+            assert len(ranks) == 2
+            child.send_signal(number)
+            assert child.wait(15) == -number
+            for alive in ranks:
+                assert select.select([alive], [], [], 15)[0], "a rank is still alive"
+                os.close(alive)
+        finally:
+            child.kill()
+    assert ranks_of(context) == {}
+
+
+def test_a_checkpoint_of_other_steps_is_refused(
+    tmp_path: Path, pico_model: Path, dataset: Artifact, alone: Trained
+) -> None:
+    context = several(tmp_path, pico_model, dataset, gpus=1, max_steps=6)
+    going_on(context, alone[0], 2)
+    with pytest.raises(AdapterError, match="steps 4, now 6"):
+        run(context)
+    assert (context.work / "checkpoint-2").is_dir()
+
+
 def test_the_error_of_one_rank_ends_all(
     tmp_path: Path, pico_model: Path, dataset: Artifact, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,7 +233,7 @@ def test_the_error_of_one_rank_ends_all(
     died = json.loads((context.work / "ranks" / "rank-1.json").read_text())["at"]
     assert ended - died < 15  # the others wait in a collective, and would for half an hour
     assert list(context.out.iterdir()) == []
-    assert ranks_alive(context) == []
+    assert ranks_of(context) == {}
 
 
 @pytest.mark.full
@@ -162,7 +251,7 @@ def test_a_killed_rank_ends_all_and_the_next_call_goes_on(
         run(context)
     assert caught.value.retryable
     assert list(context.out.iterdir()) == []
-    assert ranks_alive(context) == []
+    assert ranks_of(context) == {}
     monkeypatch.undo()
     run(context)
     assert_the_same(context, alone[0])
@@ -188,14 +277,27 @@ def test_zero_spreads_the_optimizer_and_changes_no_loss(
     assert_the_same(again, one)
 
 
-def ranks_alive(context: StageContext) -> list[str]:
-    """Command lines of processes that still work on this training."""
-    found = []
+@pytest.mark.full
+@pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="DeepSpeed not installed")
+def test_zero_goes_on_with_more_processes(
+    tmp_path: Path, pico_model: Path, dataset: Artifact
+) -> None:
+    one = several(tmp_path / "one", pico_model, dataset, method="lora", zero=2, gpus=1)
+    run(one)
+    two = several(tmp_path / "two", pico_model, dataset, method="lora", zero=2)
+    going_on(two, one, 2)
+    assert run(two)["gpus"] == 2
+    assert_the_same(two, one)
+
+
+def ranks_of(context: StageContext) -> dict[int, str]:
+    """Processes that still work on this training, by number: their command lines."""
+    found = {}
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             command = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
         if str(context.work) in command:
-            found.append(command)
+            found[int(path.parent.name)] = command
     return found

@@ -184,3 +184,5 @@ def test_what_is_said_of_several_gpus_is_what_was_measured() -> None:
     for name, version in found["versions"].items():
         assert f"{name} {version}" in page
     assert found["speedup_ddp"] >= 1.85
+    if found.get("losses"):
+        assert f"{found['losses']['largest_loss']:.1e}" in page

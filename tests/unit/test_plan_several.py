@@ -26,7 +26,7 @@ TRAINED = 28 * 64 * (2 * 7168 + 2 * 4096 + 3 * 22528)
 EMBEDDING_AND_HEAD = 2 * 152064 * 3584
 
 
-def plan(folder: Path, *, cards: int = 8, gib: float = 140, **train: Any) -> Plan:
+def plan(folder: Path, *, cards: int = 8, gib: float = 140, rows: int = 64, **train: Any) -> Plan:
     (folder / "config.json").write_text(json.dumps(QWEN2_7B))
     settings = {
         "method": "lora",
@@ -46,7 +46,7 @@ def plan(folder: Path, *, cards: int = 8, gib: float = 140, **train: Any) -> Pla
     )
     card = Gpu("card", int(gib * GIB), int(gib * GIB))
     place = Machine(card, 256 * GIB, 256 * GIB, 2**50, "/store", gpus=cards)
-    data = DataShape((2048,) * 64)
+    data = DataShape((2048,) * rows)
     return plan_for(run, base_dir=folder, data=data, machine=place)
 
 
@@ -113,6 +113,12 @@ def test_only_zero_fits(tmp_path: Path) -> None:
 def test_more_than_there_are(tmp_path: Path) -> None:
     with pytest.raises(RunFileError, match="train.gpus: 2, and this machine shows 1"):
         plan(tmp_path, cards=1, gpus=2)
+
+
+def test_fewer_rows_than_a_step_that_cannot_be_shared(tmp_path: Path) -> None:
+    with pytest.raises(RunFileError, match="7 rows a step .* set train.gpus: 1, or .*batch: 6"):
+        plan(tmp_path, rows=7, gpus=2, micro_batch="auto")
+    assert plan(tmp_path, rows=6, gpus=2, micro_batch="auto").step.accumulation > 0
 
 
 def test_zero_without_deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tuneserve.errors import DataError
+from tuneserve.errors import AdapterError, DataError
 from tuneserve.lm.rows import read_rows
-from tuneserve.train.checkpoints import SEAL, latest_whole, seal
+from tuneserve.train.checkpoints import SEAL, check_shape, latest_whole, seal
 from tuneserve.train.curves import plot_loss, plot_memory, read_curve, rewind_curve
 
 
@@ -58,6 +58,17 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
         assert latest_whole(tmp_path) == (older, 5)
     assert "step 10 is damaged" in caplog.text
     assert not newest.exists() and older.is_dir()
+
+
+def test_a_checkpoint_of_other_steps_is_refused_and_kept(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path, 5)
+    check_shape(folder, {"steps": 8, "effective_batch": 6})  # made before seals said so
+    seal(folder, {"steps": 8, "effective_batch": 6})
+    check_shape(folder, {"steps": 8, "effective_batch": 6})
+    with pytest.raises(AdapterError, match="effective_batch 6, now 7") as caught:
+        check_shape(folder, {"steps": 8, "effective_batch": 7})
+    assert "steps 8" not in caught.value.message
+    assert latest_whole(tmp_path) == (folder, 5)
 
 
 def test_the_curve_goes_back_to_the_checkpoint(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tuneserve.config import TrainSection
 from tuneserve.errors import RunFileError
-from tuneserve.train.recipe import Recipe, make_recipe, rate_factor, training_order
+from tuneserve.train.recipe import Recipe, dropout_seed, make_recipe, rate_factor, training_order
 
 
 def recipe_of(rows: int = 100, micro: int = 4, processes: int = 1, **train: object) -> Recipe:
@@ -54,6 +54,23 @@ def test_processes_share_a_step_evenly() -> None:
     assert recipe.micro_batch * recipe.accumulation * recipe.processes == 16
     with pytest.raises(RunFileError, match="among 3 processes"):
         recipe_of(effective_batch=16, processes=3)
+
+
+def test_few_rows_are_the_same_steps_whatever_the_number_of_processes() -> None:
+    one = recipe_of(rows=6, epochs=2, effective_batch=16)
+    two = recipe_of(rows=6, epochs=2, effective_batch=16, processes=2)
+    assert one.shape == two.shape == {"steps": 2, "effective_batch": 6}
+    with pytest.raises(RunFileError) as caught:
+        recipe_of(rows=7, effective_batch=16, processes=2)
+    assert "7 rows a step (there are only 7 rows)" in caught.value.message
+    assert "train.effective_batch: 6" in caught.value.message
+    with pytest.raises(RunFileError, match="train.gpus: 1, or more rows"):
+        recipe_of(rows=1, effective_batch=16, processes=2)
+
+
+def test_dropout_of_a_resumed_run_is_not_that_of_its_first_steps() -> None:
+    seeds = {dropout_seed(7, rank, step) for rank in range(8) for step in range(0, 500, 50)}
+    assert len(seeds) == 80 and dropout_seed(7, 0, 0) == 7
 
 
 def test_order_is_whole_epochs_whatever_the_micro_batch() -> None:

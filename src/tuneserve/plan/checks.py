@@ -8,6 +8,7 @@ from tuneserve.config import RunFile
 from tuneserve.parallel import ServedShape, tensor_parallel_problems
 from tuneserve.plan.arch import Arch, Linear
 from tuneserve.plan.rows import DataShape
+from tuneserve.train.recipe import uneven
 
 # Model types that both GPTQModel 7.6.0 (`models/auto.py::MODEL_MAP`) and vLLM 0.32.0
 # (`model_executor/models/registry.py`) know, read on 2026-11-29; `test_plan_checks` compares.
@@ -49,7 +50,7 @@ def problems(
         *_quantize_problems(run, arch, data, gpu=gpu),
         *_serve_problems(run, data),
         *_kernel_problems(run, gpu=gpu),
-        *_several_problems(run, arch, gpu=gpu, gpus=gpus),
+        *_several_problems(run, arch, data, gpu=gpu, gpus=gpus),
     ]
 
 
@@ -185,9 +186,13 @@ def _kernel_problems(run: RunFile, *, gpu: bool) -> list[str]:
     return []
 
 
-def _several_problems(run: RunFile, arch: Arch, *, gpu: bool, gpus: int | None) -> list[str]:
+def _several_problems(
+    run: RunFile, arch: Arch, data: DataShape | None, *, gpu: bool, gpus: int | None
+) -> list[str]:
     found = []
     train, parts = run.train, run.serve.tensor_parallel
+    shared = uneven(train, data.rows, train.gpus) if data else ""
+    found += [shared] if shared else []
     if gpu and gpus is not None and train.gpus > gpus:
         found.append(f"train.gpus: {train.gpus}, and this machine shows {gpus}")
     if train.zero and not _installed("deepspeed", run.engines.train.python):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,15 @@ def _embeddings(modules: dict[str, Any]) -> set[str]:
 
 def _is_conv1d(module: Any) -> bool:
     return type(module).__name__ == "Conv1D"
+
+
+def may_be_unused(model: Any) -> bool:
+    """Whether some of what is trained may get no row in a step: factors of a single expert.
+
+    DDP would wait for their gradients; looking for them costs a walk over the graph in each step.
+    """
+    trained = (name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    return any(re.search(r"\bexperts\.\d+\.", name) for name in trained)
 
 
 def trainable_parameters(model: Any) -> int:

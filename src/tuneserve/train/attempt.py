@@ -37,7 +37,7 @@ from tuneserve.train import checkpoints, collective
 from tuneserve.train.best import Best
 from tuneserve.train.curves import read_curve, rewind_curve
 from tuneserve.train.memory import MemoryTimeline
-from tuneserve.train.recipe import Recipe, training_order
+from tuneserve.train.recipe import Recipe, dropout_seed, training_order
 from tuneserve.train.trackers import place_trackers
 from tuneserve.train.trainer import PAD_MULTIPLE, RowTrainer, Watch
 from tuneserve.train.watching import StallGuard
@@ -90,6 +90,7 @@ class Attempt:
             if best and collective.rank() == 0:
                 watch.best = lambda step, loss: best.offer(model, step, loss)
             self.timeline.phase("smoke")
+            collective.wait_for_all()  # so that no rank is in another phase than is noted
             note("smoke")
             smoke_step(trainer, self.rows, self.recipe, self.checkpointing, self.timeline.phase)
             check_room(self.limit_bytes)
@@ -153,16 +154,22 @@ class Attempt:
         )
 
     def _train(self, trainer: RowTrainer, watch: Watch) -> None:
-        found = collective.once(lambda: checkpoints.latest_whole(self.context.work))
+        found = collective.once(self._checkpoint)
         resume, step = found if found else (None, 0)
         collective.once(lambda: rewind_curve(watch.curve, step))
         if found:
             log.info("going on from the checkpoint of step %d", step)
         watch.begin(step)
         self.timeline.phase("train")
-        # Of dropout: what a rank draws is its own.
-        set_seed(self.context.run.train.seed + collective.rank())
+        seed = self.context.run.train.seed
+        set_seed(dropout_seed(seed, collective.rank(), step))  # what a rank draws is its own
         trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+
+    def _checkpoint(self) -> tuple[Path, int] | None:
+        found = checkpoints.latest_whole(self.context.work)
+        if found:
+            checkpoints.check_shape(found[0], self.recipe.shape)
+        return found
 
     def _held_out_loss(self, model: Any) -> float:
         count = min(len(self.held_out), self.context.run.gates.eval_rows)

@@ -12,9 +12,11 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 from tuneserve.artifacts import file_sha256, write_json_atomic
+from tuneserve.errors import AdapterError
 
 log = logging.getLogger(__name__)
 
@@ -22,14 +24,19 @@ SEAL = "sealed.json"
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 
-def seal(folder: Path) -> None:
-    """Declare a checkpoint folder complete: every file is on disk, and its hash recorded."""
+def seal(folder: Path, shape: Mapping[str, int] | None = None) -> None:
+    """Declare a checkpoint folder complete: every file is on disk, and its hash recorded.
+
+    Args:
+        folder: The checkpoint.
+        shape: What a run that goes on from it has to share, such as ``{"steps": 60}``.
+    """
     files = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name != SEAL):
         with path.open("rb") as stream:
             os.fsync(stream.fileno())
         files[path.relative_to(folder).as_posix()] = [path.stat().st_size, file_sha256(path)]
-    write_json_atomic(folder / SEAL, {"files": files})
+    write_json_atomic(folder / SEAL, {"files": files, "shape": dict(shape or {})})
 
 
 def latest_whole(work: Path) -> tuple[Path, int] | None:
@@ -42,6 +49,22 @@ def latest_whole(work: Path) -> tuple[Path, int] | None:
         log.warning("checkpoint of step %d is damaged (%s): going back further", step, why)
         shutil.rmtree(folder)
     return None
+
+
+def check_shape(folder: Path, shape: Mapping[str, int]) -> None:
+    """Refuse a checkpoint of other steps: its step 5 saw other rows than ours.
+
+    Raises:
+        AdapterError: It was made with other numbers than `shape` has.
+    """
+    made = json.loads((folder / SEAL).read_text(encoding="utf-8")).get("shape") or {}
+    differs = [f"{k} {made[k]}, now {v}" for k, v in shape.items() if made.get(k, v) != v]
+    if differs:
+        raise AdapterError(
+            f"{folder}: made with " + "; ".join(differs),
+            expected="a checkpoint of the same steps",
+            hint="remove this folder to train from the beginning",
+        )
 
 
 def _damage(folder: Path) -> str:

@@ -15,20 +15,29 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 
-# How long a rank waits for the others: a checkpoint on a slow disk fits in; a rank that died is
-# noticed by the launcher at once, not by this.
-_PATIENCE = datetime.timedelta(minutes=30)
+# Waiting for the others ends so much later than a step that hangs, which can say where it does. A
+# rank that died is noticed by the launcher at once, not by this.
+_LATER_SECONDS = 300
 
 
-def join() -> None:
-    """Meet the other ranks that the launcher started: NCCL between GPUs, gloo between CPUs."""
+def join(stall_seconds: float) -> None:
+    """Meet the other ranks that the launcher started: NCCL between GPUs, gloo between CPUs.
+
+    A first sum over all of them makes NCCL take its buffers now, while the GPU is still empty:
+    what is tried later is tried beside them.
+
+    Args:
+        stall_seconds: Of the run file: how long nothing may happen.
+    """
+    patience = datetime.timedelta(seconds=stall_seconds + _LATER_SECONDS)
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", timeout=_PATIENCE, device_id=device)
+        dist.init_process_group("nccl", timeout=patience, device_id=device)
     else:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # host names need not resolve
-        dist.init_process_group("gloo", timeout=_PATIENCE)
+        dist.init_process_group("gloo", timeout=patience)
+    totals([1.0])
 
 
 def leave() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib.util
 import json
 import logging
 import os
@@ -17,7 +18,7 @@ import signal
 import sys
 import threading
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tuneserve.artifacts import write_json_atomic
 from tuneserve.errors import (
     DiskFull,
     ResourceError,
+    RunFileError,
     StageCrashed,
     StageKilled,
     TuneserveError,
@@ -37,7 +39,8 @@ log = logging.getLogger(__name__)
 _FOLDER = "ranks"
 _RANK = ("-m", "tuneserve.train.rank")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-# A rank waiting for a peer that is gone does not react to SIGTERM in every library.
+# A rank waiting for a peer that is gone does not react to SIGTERM in every library. The agent would
+# give it half a minute.
 _TERM_SECONDS = 5
 
 
@@ -57,10 +60,35 @@ def check_gpus(wanted: int) -> None:
         )
 
 
+def check_deepspeed() -> None:
+    """Refuse ZeRO where this interpreter lacks DeepSpeed; a plan cannot look into another one.
+
+    Raises:
+        RunFileError: It is not installed.
+    """
+    if importlib.util.find_spec("deepspeed") is None:
+        raise RunFileError(
+            f"train.zero: 2 needs DeepSpeed, which {sys.executable} does not have",
+            expected="deepspeed in the interpreter of engines.train.python",
+            hint="install it there (requirements/cuda.lock names the version), or set train.zero: "
+            "0",
+        )
+
+
 def attempt(
-    context: StageContext, micro_batch: int, checkpointing: bool | str
+    context: StageContext,
+    micro_batch: int,
+    checkpointing: bool | str,
+    ended: Callable[[], None],
 ) -> tuple[dict[str, Any] | None, str, list[dict[str, Any]]]:
     """Train on `train.gpus` processes.
+
+    Args:
+        context: The stage's.
+        micro_batch: Rows a forward pass of one process.
+        checkpointing: Whether to recompute activations.
+        ended: Called when the ranks are gone for another reason than a kill, before that is
+            raised: how far they were then says nothing about memory.
 
     Returns:
         Rank 0's metrics, or None and why it did not fit; and each rank's memory timeline.
@@ -79,7 +107,7 @@ def attempt(
         "threads": _threads(count),
     }
     write_json_atomic(folder / "job.json", job_of(context, **facts))
-    died = _run_ranks(count, folder)
+    died = _run_ranks(count, folder, ended)
     outcomes = _outcomes(folder, count)
     memory = [outcomes[rank]["memory"] for rank in sorted(outcomes) if "memory" in outcomes[rank]]
     if not died:
@@ -87,21 +115,20 @@ def attempt(
     for rank, outcome in outcomes.items():
         if "did_not_fit" in outcome:
             return None, f"rank {rank}: {outcome['did_not_fit']}", memory
-    raise _error(outcomes, died)
+    error = _error(outcomes, died)
+    if not isinstance(error, StageKilled):
+        ended()
+    raise error
 
 
 def _threads(count: int) -> int:
-    """Threads a rank on a CPU; 0 leaves it to torch."""
-    import torch
-
-    if torch.cuda.is_available():
-        return 0
+    """Threads a rank: the ranks share this machine's cores, whatever else they compute on."""
     return max(1, len(os.sched_getaffinity(0)) // count)
 
 
-def _run_ranks(count: int, folder: Path) -> dict[int, int]:
+def _run_ranks(count: int, folder: Path, ended: Callable[[], None]) -> dict[int, int]:
     """Start the ranks and wait; exit status of those that died first, empty when all went well."""
-    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -117,18 +144,43 @@ def _run_ranks(count: int, folder: Path) -> dict[int, int]:
         local_addr="127.0.0.1",
         max_restarts=0,
         monitor_interval=0.1,
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "agent")),  # else a new one in /tmp
     )
-    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(_TERM_SECONDS)
+    first: dict[int, int] = {}
     try:
-        with _signals_restored():
+        with _signals_restored(), _ended_soon(first):
             elastic_launch(config, sys.executable)(*_RANK, str(folder))
     except ChildFailedError as error:
-        return {failed.local_rank: failed.exitcode for failed in error.failures.values()}
+        return first or {rank.local_rank: rank.exitcode for rank in error.failures.values()}
     except SignalException as error:
+        ended()
         # As if the agent had not caught it: whoever waits for us sees the signal.
         os.kill(os.getpid(), error.sigval)
         raise
     return {}
+
+
+@contextlib.contextmanager
+def _ended_soon(first: dict[int, int]) -> Iterator[None]:
+    """Put into `first` who died before the agent ended the others, and shorten how it does that.
+
+    The agent itself tells neither apart, nor has it an option for the time.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+
+    close = SubprocessContext._close
+
+    def note_and_close(ranks: Any, death_sig: signal.Signals, timeout: int = 30) -> None:
+        if not first:  # it closes them again at the end
+            statuses = {n: rank.proc.poll() for n, rank in ranks.subprocess_handlers.items()}
+            first.update({n: status for n, status in statuses.items() if status})
+        close(ranks, death_sig, min(timeout, _TERM_SECONDS))
+
+    SubprocessContext._close = note_and_close
+    try:
+        yield
+    finally:
+        SubprocessContext._close = close
 
 
 @contextlib.contextmanager
@@ -165,7 +217,12 @@ def _outcomes(folder: Path, count: int) -> dict[int, dict[str, Any]]:
 
 
 def _error(outcomes: Mapping[int, Mapping[str, Any]], died: Mapping[int, int]) -> TuneserveError:
-    """The error to raise: one that names its cause before one that may follow from another's."""
+    """The error to raise: one that names its cause before one that may follow from another's.
+
+    Args:
+        outcomes: What ranks wrote before they went, the first one first.
+        died: How those went that were gone before the others were ended.
+    """
     for outcome in outcomes.values():
         if "error" in outcome:
             return TuneserveError.from_json(outcome["error"])
@@ -176,12 +233,13 @@ def _error(outcomes: Mapping[int, Mapping[str, Any]], died: Mapping[int, int]) -
                 hint="free some space and run the same command again",
             )
     for rank, status in sorted(died.items()):
-        if status < 0 and status != -signal.SIGTERM:  # by which the agent ends the others
+        if status < 0:  # from outside: the agent had ended nobody yet
+            kernel = "signal 9 is often the kernel's answer to too little memory; "
             return StageKilled(
                 f"rank {rank} of the training was killed by signal {-status}; the others were "
                 "ended",
-                hint="signal 9 is often the kernel's answer to too little memory; run the same "
-                "command again: it goes on from the last checkpoint",
+                hint=(kernel if status == -signal.SIGKILL else "")
+                + "run the same command again: it goes on from the last checkpoint",
             )
     for rank, outcome in outcomes.items():
         if "crash" in outcome:

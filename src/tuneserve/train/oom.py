@@ -8,12 +8,33 @@ from pathlib import Path
 from typing import Any
 
 from tuneserve.artifacts import write_json_atomic
+from tuneserve.errors import OutOfMemory
 from tuneserve.progress import human_bytes
 
 REPORT = "first_oom.json"
 SNAPSHOT = "first_oom.pickle"
 # Shares of the card above which these are what has to be looked at first.
 _FOREIGN, _UNUSABLE = 0.10, 0.15
+
+
+# What else than `torch.OutOfMemoryError` says so: CUDA's own calls, NCCL's buffers, cuBLAS's
+# workspace and torch's allocator on a CPU raise a RuntimeError.
+_SIGNS = ("out of memory", "cublas_status_alloc_failed", "defaultcpuallocator")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, of whatever device and whoever asked for it."""
+    import torch
+
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError, OutOfMemory)):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _SIGNS)
+
+
+def said(error: BaseException) -> str:
+    """The line of an error that tells of memory, else its first one."""
+    lines = str(error).splitlines() or ["out of memory"]
+    return next((n for n in lines if any(sign in n.lower() for sign in _SIGNS)), lines[0])
 
 
 def peaks_by_phase(timeline: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
@@ -65,24 +86,31 @@ def read_report(work: Path) -> dict[str, Any] | None:
 
 
 def keep_report(
-    work: Path, timeline: Sequence[Mapping[str, Any]], components: Mapping[str, int]
+    work: Path,
+    timeline: Sequence[Mapping[str, Any]],
+    components: Mapping[str, int],
+    rank: int = 0,
 ) -> dict[str, Any] | None:
     """Write table, sentence and torch's own snapshot into the work folder, the first time only.
 
-    To be called while the failed attempt's tensors are still alive.
+    To be called while the failed attempt's tensors are still alive. Of ranks that run out at the
+    same time, the report of one is kept.
     """
     import torch
 
     if (work / REPORT).exists():
         return None
     report: dict[str, Any] = {"phases": peaks_by_phase(timeline), "planned": dict(components)}
+    report["rank"] = rank
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
         report["what"] = dominated(total, free, allocated, reserved, components)
         dump = getattr(torch.cuda.memory, "_dump_snapshot", None)
         if dump is not None:  # for pytorch.org/memory_viz
-            dump(str(work / SNAPSHOT))
+            part = work / f"{SNAPSHOT}.{rank}"
+            dump(str(part))
+            part.replace(work / SNAPSHOT)
     else:
         largest = max((int(p["rss_bytes"]) for p in timeline), default=0)
         report["what"] = f"the process had {human_bytes(largest)} resident"

@@ -39,9 +39,14 @@ def main(folder: Path) -> int:
         outcome = {"error": error.to_json()}
     except Exception as error:  # noqa: BLE001 - told to the launcher, which raises it
         traceback.print_exc()
-        outcome = {"crash": f"{type(error).__name__}: {error}", "errno": _errno(error)}
+        outcome = _failed(error)
     write_json_atomic(folder / f"rank-{rank}.json", {**outcome, "at": time.time()})
-    return 0 if "metrics" in outcome else 1
+    if "metrics" in outcome:
+        return 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Taking NCCL down could wait for peers, which wait for us.
+    os._exit(1)
 
 
 def end_with_launcher(launcher: int) -> None:
@@ -64,9 +69,8 @@ def _train(job: dict[str, Any], rank: int) -> dict[str, Any]:
     from tuneserve.train import collective
     from tuneserve.train.memory import MemoryTimeline
 
-    if job["threads"]:
-        torch.set_num_threads(int(job["threads"]))
-    collective.join()
+    torch.set_num_threads(int(job["threads"]))
+    collective.join(context.run.train.stall_seconds)
     rows, held_out = stage.read_both(context)
     recipe = stage.recipe_of(context, len(rows)).with_micro_batch(int(job["micro_batch"]))
     rung = stage.Rung(recipe, job["checkpointing"])
@@ -109,8 +113,16 @@ def _context(job: dict[str, Any]) -> StageContext:
     )
 
 
-def _errno(error: Exception) -> int | None:
-    return error.errno if isinstance(error, OSError) else None
+def _failed(error: Exception) -> dict[str, Any]:
+    """The outcome of an error that has no class of ours; also before or after the attempt memory
+    may run out, in NCCL's buffers for one.
+    """
+    from tuneserve.train import oom
+
+    if oom.is_out_of_memory(error):
+        return {"did_not_fit": oom.said(error)}
+    number = error.errno if isinstance(error, OSError) else None
+    return {"crash": f"{type(error).__name__}: {error}", "errno": number}
 
 
 def _log_to_stderr(rank: int) -> None:

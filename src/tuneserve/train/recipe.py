@@ -33,6 +33,11 @@ class Recipe:
     warmup_steps: int
     processes: int = 1
 
+    @property
+    def shape(self) -> dict[str, int]:
+        """What decides which rows a step sees; the same for all that goes on from a checkpoint."""
+        return {"steps": self.steps, "effective_batch": self.effective_batch}
+
     def with_micro_batch(self, limit: int) -> Recipe:
         """The same steps with the largest micro-batch up to `limit` that divides evenly."""
         share = self.effective_batch // self.processes
@@ -44,7 +49,8 @@ def make_recipe(train: TrainSection, rows: int, micro_batch: int, processes: int
     """Decide steps and batches.
 
     Every step sees exactly `effective_batch` rows; the last step fills up with rows of a next
-    epoch. With fewer rows than `effective_batch`, a step is one pass over all rows.
+    epoch. With fewer rows than `effective_batch`, a step is one pass over all rows, however many
+    processes there are: their number decides nothing but the time.
 
     Args:
         train: The run file's section.
@@ -57,23 +63,43 @@ def make_recipe(train: TrainSection, rows: int, micro_batch: int, processes: int
     """
     effective = train.effective_batch
     if rows < effective:
-        effective = max(rows // processes, 1) * processes
+        effective = rows
         log.warning(
             "train.effective_batch is %d, but there are only %d rows: each step takes %d",
             train.effective_batch,
             rows,
             effective,
         )
-    if effective % processes:
-        raise RunFileError(
-            f"train.effective_batch: {effective} rows cannot be shared among {processes} processes",
-            expected=f"a multiple of {processes}",
-            hint="change train.effective_batch or the number of GPUs",
-        )
+    problem = uneven(train, rows, processes)
+    if problem:
+        raise RunFileError(problem, expected=f"a multiple of {processes}")
     steps = train.max_steps or math.ceil(round(train.epochs * rows / effective, 6))
     warmup = min(math.ceil(train.warmup_fraction * steps), steps - 1)
     recipe = Recipe(rows, steps, effective, 1, effective // processes, warmup, processes)
     return recipe.with_micro_batch(micro_batch)
+
+
+def uneven(train: TrainSection, rows: int, processes: int) -> str:
+    """Why a step cannot be shared evenly among the processes, and what would do; else empty."""
+    effective = min(train.effective_batch, rows)
+    if effective % processes == 0:
+        return ""
+    few = f" (there are only {rows} rows)" if rows < train.effective_batch else ""
+    largest = effective - effective % processes
+    other = f"train.effective_batch: {largest}" if largest else "more rows"
+    return (
+        f"train.gpus: {effective} rows a step{few} cannot be shared evenly among {processes} "
+        f"processes; set train.gpus: 1, or {other}"
+    )
+
+
+def dropout_seed(seed: int, rank: int, step: int) -> int:
+    """Where a rank's dropout begins when it goes on after `step`.
+
+    Not where an earlier step began: with another number of processes than before, whose random
+    states are then of no use, the masks of the first steps would come again.
+    """
+    return seed + rank + 1000 * step
 
 
 def rate_factor(step: int, scheduler: str, recipe: Recipe) -> float:

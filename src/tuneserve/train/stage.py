@@ -13,11 +13,13 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tuneserve.artifacts import write_json_atomic
 from tuneserve.errors import DataError, OutOfMemory
 from tuneserve.lm.rows import Rows, read_rows
+from tuneserve.plan.several import NCCL_BYTES
 from tuneserve.stages import StageContext
 from tuneserve.train import oom
 from tuneserve.train.curves import plot_loss, plot_memory, read_curve
@@ -156,10 +158,19 @@ def _together(context: StageContext, rung: Rung) -> dict[str, Any]:
     from tuneserve.train import launch
 
     launch.check_gpus(context.run.train.gpus)
+    if context.run.train.zero:
+        launch.check_deepspeed()
     memory: list[dict[str, Any]] = []
 
     def attempt_at(rung: Rung) -> tuple[dict[str, Any] | None, str]:
-        metrics, why, found = launch.attempt(context, rung.recipe.micro_batch, rung.checkpointing)
+        metrics, why, found = launch.attempt(
+            context,
+            rung.recipe.micro_batch,
+            rung.checkpointing,
+            partial(_note, context, rung, "ended"),
+        )
+        if metrics is None:  # rank 0 could not say so: it was ended for another's sake
+            _forget(context)
         memory[:] = found
         return metrics, why
 
@@ -188,57 +199,71 @@ def attempt(
     import torch
 
     from tuneserve.lm.hardware import release_memory
-    from tuneserve.train import collective
     from tuneserve.train.attempt import Attempt
 
-    def note(phase: str) -> None:
-        state = {
-            "micro_batch": rung.recipe.micro_batch,
-            "checkpointing": rung.checkpointing,
-            "phase": phase,
-        }
-        if collective.rank() == 0:
-            write_json_atomic(context.work / _RUNG, state)
-
+    note = partial(_note, context, rung)
     limit = None
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-        if rung.next() is not None:  # at the bottom, whatever fits is taken
-            total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-            limit = int(context.run.train.target_utilization * total)
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        limit = limit_bytes(context, rung, total)
     attempt = Attempt(context, rows, held_out, rung.recipe, rung.checkpointing, timeline, limit)
     note("load")
     try:
         return attempt.run(note), ""
-    except (torch.OutOfMemoryError, MemoryError, OutOfMemory) as error:
-        why = str(error).splitlines()[0] if str(error) else "out of memory"
-        _explain(context, timeline)
-    except RuntimeError as error:
-        if "DefaultCPUAllocator" not in str(error):
-            note("ended")
+    except BaseException as error:
+        if not oom.is_out_of_memory(error):
+            note("ended")  # by itself, so it was not killed for its memory
             raise
-        why = str(error).splitlines()[0]
+        why = oom.said(error)
         _explain(context, timeline)
-    except BaseException:
-        note("ended")  # by itself, so it was not killed for its memory
-        raise
-    if collective.rank() == 0:  # it ended by itself, so the next call has nothing to conclude
-        (context.work / _RUNG).unlink(missing_ok=True)
+    _forget(context)  # it ended by itself, so the next call has nothing to conclude
     # Outside of the handler, or the error's traceback would keep the model alive.
     release_memory()
     return None, why
+
+
+def limit_bytes(context: StageContext, rung: Rung, total_bytes: int) -> int | None:
+    """What torch's allocator may take of a GPU; None at the bottom, where whatever fits is taken.
+
+    NCCL's buffers are no part of what the allocator counts.
+    """
+    if rung.next() is None:
+        return None
+    limit = int(context.run.train.target_utilization * total_bytes)
+    return limit - NCCL_BYTES if rung.recipe.processes > 1 else limit
 
 
 def _explain(context: StageContext, timeline: MemoryTimeline) -> None:
     """Keep what was where, the first time; the attempt's tensors are still alive."""
     from tuneserve.train import collective
 
-    if collective.rank():
-        return
     components = context.hints.get("planned_components", {})
-    report = oom.keep_report(context.work, timeline.to_json(None)["timeline"], components)
+    points = timeline.to_json(None)["timeline"]
+    report = oom.keep_report(context.work, points, components, collective.rank())
     if report:
         log.warning("memory ran out: %s", report["what"])
+
+
+def _note(context: StageContext, rung: Rung, phase: str) -> None:
+    """Write down how far this rung is: what is found there after a kill tells when that was."""
+    from tuneserve.train import collective
+
+    if collective.rank():
+        return
+    state = {
+        "micro_batch": rung.recipe.micro_batch,
+        "checkpointing": rung.checkpointing,
+        "phase": phase,
+    }
+    write_json_atomic(context.work / _RUNG, state)
+
+
+def _forget(context: StageContext) -> None:
+    from tuneserve.train import collective
+
+    if collective.rank() == 0:
+        (context.work / _RUNG).unlink(missing_ok=True)
 
 
 def _start(context: StageContext, top: Rung) -> Rung:
@@ -253,7 +278,7 @@ def _start(context: StageContext, top: Rung) -> Rung:
         return last
     below = last.next()
     if below is None:
-        (context.work / _RUNG).unlink()  # the next call begins at the top: more may be free then
+        _forget(context)  # the next call begins at the top: more may be free then
         raise _at_the_bottom([f"{last}: killed in the first step"])
     log.warning("the last attempt was killed in its first step (%s): trying %s", last, below)
     return below

@@ -28,7 +28,7 @@ from tuneserve.lm.loss import pad_rows
 from tuneserve.lm.rows import IGNORED, Rows
 from tuneserve.progress import Progress
 from tuneserve.train import collective, zero
-from tuneserve.train.adapter import WEIGHTS, load_adapter, unify_dtype
+from tuneserve.train.adapter import WEIGHTS, load_adapter, may_be_unused, unify_dtype
 from tuneserve.train.checkpoints import seal
 from tuneserve.train.flat import can_be_flat, flat_optimizer
 from tuneserve.train.offload import hold_block_inputs
@@ -82,6 +82,7 @@ class RowTrainer(SFTTrainer):
         self._recipe, self._scheduler, self._zero = recipe, train.lr_scheduler, train.zero > 0
         dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
         options = _arguments(train, recipe, work, checkpointing=bool(checkpointing))
+        options["ddp_find_unused_parameters"] = may_be_unused(model)
         if checkpointing == OFFLOAD:
             hold_block_inputs(model)
         if checkpointing:
@@ -253,7 +254,6 @@ def _arguments(
         dataloader_pin_memory=cuda,
         disable_tqdm=True,
         average_tokens_across_devices=True,
-        ddp_find_unused_parameters=False,
         ddp_broadcast_buffers=False,  # frozen, so the same everywhere
         ddp_bucket_cap_mb=_BUCKET_MB,
         max_length=None,
@@ -377,7 +377,7 @@ class Watch(TrainerCallback):
         self._began = None
         collective.wait_for_all()  # each rank wrote its random state
         if state.is_world_process_zero:
-            seal(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+            seal(Path(args.output_dir) / f"checkpoint-{state.global_step}", self.recipe.shape)
 
     def _look(self, loss: float, seconds: float) -> None:
         """Say, once each, what a person should know while it still runs."""
