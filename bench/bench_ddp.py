@@ -1,13 +1,16 @@
 """One GPU against several: memory of each, tokens a second, speed-up. Its last line is one object.
 
     python bench/bench_ddp.py [--gpus 2] [--shape qwen2-7b] [--rank 64] [--targets all-linear]
-                              [--micro-batch 2] [--length 2048] [--steps 16] [--quick]
+                              [--micro-batch 2] [--length 2048] [--steps 16] [--add] [--quick]
 
 The product's own train stage runs on random weights of a known shape: on one GPU, on several with
 DDP, and on several with ZeRO-2 (16-bit LoRA), then on one and on several with QLoRA. Each GPU has
 the same rows a step in all of them, so `speedup_ddp` is tokens a second of the several over those
 of the one; the best would be the number of GPUs. A step's time is the median over steps, from one
-step's log to the next. `gib` is what torch's allocator reserved at most, of the fullest GPU;
+step's log to the next. The case `lora-accumulated` is one GPU that takes the rows of all in turn:
+step by step the loss and the gradient's norm should be those of `lora-ddp`, and `losses` says how
+far apart they are. With `--add` the cases that `ddp.json` lacks, and the losses, are added to what
+it holds. `gib` is what torch's allocator reserved at most, of the fullest GPU;
 `used_gib` what the driver says, CUDA's and NCCL's own buffers included. Without a GPU (`--quick`,
 which writes nothing) two processes share the CPU: it shows that the script works.
 """
@@ -39,7 +42,10 @@ CASES: dict[str, tuple[str, bool, int]] = {  # method, on several GPUs, ZeRO sta
     "lora-zero2": ("lora", True, 2),
     "qlora": ("qlora", False, 0),
     "qlora-ddp": ("qlora", True, 0),
+    "lora-accumulated": ("lora", False, 0),
 }
+ACCUMULATED = "lora-accumulated"
+DEFAULT = "lora,lora-ddp,lora-zero2,qlora,qlora-ddp,lora-accumulated"
 
 
 def main() -> None:
@@ -47,7 +53,8 @@ def main() -> None:
     options = parser().parse_args()
     if options.quick:
         options.shape, options.length, options.steps, options.rank = "tiny", 64, 4, 8
-        options.cases = "lora,lora-ddp"
+        options.cases = options.cases or "lora,lora-ddp,lora-accumulated"
+    options.cases = options.cases or DEFAULT
     if options.case:
         print(json.dumps(run_case(options)))
         return
@@ -58,6 +65,8 @@ def main() -> None:
     place = shared if shared.is_dir() and not options.quick else None
     with tempfile.TemporaryDirectory(dir=place) as folder:
         result = measure(options, folder)
+    if options.add:
+        result = added(json.loads(RESULT.read_text(encoding="utf-8")), result)
     if not options.quick and not result["failed"]:
         RESULT.parent.mkdir(exist_ok=True)
         RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -74,7 +83,8 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--micro-batch", type=int, default=2)
     found.add_argument("--length", type=int, default=2048, help="tokens a row")
     found.add_argument("--steps", type=int, default=16)
-    found.add_argument("--cases", default=",".join(CASES), help="some of them, in this order")
+    found.add_argument("--cases", help=f"some of {DEFAULT}, in this order; else all")
+    found.add_argument("--add", action="store_true", help="add to what was recorded")
     found.add_argument("--budget", type=float, default=3600, help="seconds; no case starts later")
     found.add_argument("--quick", action="store_true", help="a tiny model; nothing is written")
     for hidden in ("--case", "--folder"):
@@ -105,13 +115,18 @@ def measure(options: argparse.Namespace, folder: str) -> dict[str, Any]:
             continue
         cases[name] = {**json.loads(lines[-1]), "used_gib": used.most_gib()}
         print(f"{name} after {time.monotonic() - began:.0f} s: {lines[-1]}", flush=True)
-    add_speedups(cases)
-    print(table(cases))
+    curves = {name: case.pop("curve") for name, case in cases.items()}
+    accumulated = cases.pop(ACCUMULATED, None)
+    speedups = add_speedups(cases)
+    print(table({**cases, ACCUMULATED: accumulated} if accumulated else cases))
+    losses = None
+    if accumulated and "lora-ddp" in curves:
+        losses = differences(curves[ACCUMULATED], curves["lora-ddp"])
+        print(curve_table(curves[ACCUMULATED], curves["lora-ddp"]))
     return {
         "bench": "ddp",
-        "speedup_ddp": cases.get("lora-ddp", {}).get("speedup"),
-        "speedup_zero2": cases.get("lora-zero2", {}).get("speedup"),
-        "speedup_qlora_ddp": cases.get("qlora-ddp", {}).get("speedup"),
+        **speedups,
+        "losses": losses,
         "cases": cases,
         "failed": failed,
         "shape": options.shape,
@@ -126,12 +141,57 @@ def measure(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     }
 
 
-def add_speedups(cases: dict[str, dict[str, Any]]) -> None:
-    """Tokens a second over those of one GPU with the same method."""
+def add_speedups(cases: dict[str, dict[str, Any]]) -> dict[str, float | None]:
+    """Tokens a second over those of one GPU with the same method, into the cases and by name."""
     for name, case in cases.items():
         one = cases.get(name.partition("-")[0])
         if one:
             case["speedup"] = round(case["tokens_per_second"] / one["tokens_per_second"], 3)
+    return {
+        f"speedup_{key}": cases.get(name, {}).get("speedup")
+        for key, name in (("ddp", "lora-ddp"), ("zero2", "lora-zero2"), ("qlora_ddp", "qlora-ddp"))
+    }
+
+
+def differences(one: list[dict[str, float]], several: list[dict[str, float]]) -> dict[str, Any]:
+    """How far apart two curves of the same rows are, step by step, as shares of the first."""
+    found: dict[str, Any] = {"steps": len(one)}
+    for key in ("loss", "grad_norm"):
+        shares = [abs(b[key] / a[key] - 1) for a, b in zip(one, several, strict=True)]
+        found[key] = [float(f"{share:.3g}") for share in shares]
+        found[f"largest_{key}"] = max(found[key])
+    return found
+
+
+def curve_table(one: list[dict[str, float]], several: list[dict[str, float]]) -> str:
+    """For people."""
+    lines = [f"{'step':>4}{'one GPU':>12}{'several':>12}{'relative':>12}{'of the norm':>13}"]
+    for a, b in zip(one, several, strict=True):
+        apart, norm = b["loss"] / a["loss"] - 1, b["grad_norm"] / a["grad_norm"] - 1
+        lines.append(
+            f"{a['step']:>4}{a['loss']:>12.6f}{b['loss']:>12.6f}{apart:>12.1e}{norm:>13.1e}"
+        )
+    return "\n".join(lines)
+
+
+def added(recorded: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """What was recorded, with the cases that it lacks and the losses measured now.
+
+    What failed now is said, and is no failure of what was recorded.
+    """
+    for failure in now["failed"]:
+        print(failure, file=sys.stderr)
+    for name in ("shape", "tokens_a_gpu_and_step", "machine", "versions"):
+        if recorded[name] != now[name]:
+            print(f"not added: {name} was {recorded[name]}, is {now[name]}", file=sys.stderr)
+            return {**now, "failed": [*now["failed"], f"--add: another {name}"]}
+    cases = {**now["cases"], **recorded["cases"]}
+    order = [name for name in CASES if name in cases]
+    cases = {name: cases[name] for name in order}
+    result = {**recorded, **add_speedups(cases), "cases": cases}
+    if now["losses"]:
+        result["losses"] = now["losses"]
+    return {**result, "added_by": now["command"]}
 
 
 def table(cases: dict[str, dict[str, Any]]) -> str:
@@ -157,7 +217,8 @@ def run_case(options: argparse.Namespace) -> dict[str, Any]:
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s")
     method, several, zero = CASES[options.case]
     gpus = options.gpus if several else 1
-    effective = options.micro_batch * gpus
+    together = options.gpus if options.case == ACCUMULATED else gpus
+    effective = options.micro_batch * together
     base, work = Path(options.folder) / "base", Path(options.folder) / options.case
     config = json.loads((base / "config.json").read_text())
     rows = options.steps * effective
@@ -194,6 +255,8 @@ def run_case(options: argparse.Namespace) -> dict[str, Any]:
     metrics = run(context)
     seconds = metrics["seconds_per_step"]
     peak = metrics.get("peak_gpu_bytes")
+    lines = (context.out / "loss.jsonl").read_text().splitlines()
+    curve = [{k: p[k] for k in ("step", "loss", "grad_norm")} for p in map(json.loads, lines)]
     shutil.rmtree(work)
     return {
         "method": method,
@@ -206,6 +269,7 @@ def run_case(options: argparse.Namespace) -> dict[str, Any]:
         "trainable_parameters": metrics["trainable_parameters"],
         "did_not_fit": metrics["did_not_fit"],
         "final_loss": metrics["final_loss"],
+        "curve": curve,
     }
 
 
