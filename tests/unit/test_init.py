@@ -104,6 +104,24 @@ def test_counts_with_the_tokenizer_and_fits_this_machine(tmp_path: Path, local: 
     assert sorted(p.name for p in tmp_path.iterdir()) == ["Lamp Chats.jsonl", "base", "run.yaml"]
 
 
+@pytest.mark.parametrize(
+    ("base", "memory", "methods", "why"),
+    [
+        (None, None, ["none"], "small models lose to 4 bits what they learned"),
+        (None, 24 * GIB, ["gptq", "none"], "16 bits where a small model loses too much"),
+        ("Qwen/Qwen2.5-7B-Instruct", 24 * GIB, ["gptq"], "add none at the end to fall back"),
+    ],
+)
+def test_a_small_model_need_not_be_served_in_4_bits(
+    tmp_path: Path, local: Path, no_hub: None, base: str | None, memory: int | None,
+    methods: list[str], why: str,
+) -> None:  # fmt: skip
+    data, out = chats(tmp_path / "a.jsonl"), tmp_path / "run.yaml"
+    init_run([str(data)], out, base=base or str(local), gpu_memory_bytes=memory)
+    assert load_run_file(out).quantize.methods == methods
+    assert why in out.read_text()
+
+
 def test_what_is_there_is_not_overwritten(tmp_path: Path, local: Path) -> None:
     data, out = chats(tmp_path / "a.jsonl"), tmp_path / "run.yaml"
     out.write_text("mine")
@@ -216,7 +234,8 @@ def test_broken_rows_are_named(tmp_path: Path, local: Path) -> None:
 
 
 def test_too_little_data_is_said(tmp_path: Path, local: Path) -> None:
-    made = init_run([str(chats(tmp_path / "a.jsonl", 3))], tmp_path / "run.yaml", base=str(local))
+    data, out = chats(tmp_path / "a.jsonl", 3), tmp_path / "run.yaml"
+    made = init_run([str(data)], out, base=str(local), gpu_memory_bytes=24 * GIB)
     assert any("min_calibration_tokens" in note for note in made.choice.notes)
     assert any("the gates need 8" in note for note in made.choice.notes)
 
