@@ -122,3 +122,11 @@ def test_the_page_cache_is_left_alone(tmp_path: Path) -> None:
     assert resident(path) == 0
     assert resident(out) == 0
     assert out.read_bytes() == path.read_bytes()
+
+
+def test_nothing_can_be_read_anywhere(tmp_path: Path) -> None:
+    path = tmp_path / "in"
+    path.write_bytes(b"x" * 10_000)
+    with mmap.mmap(-1, 3 * BLOCK_BYTES) as buffer, contextlib.closing(Source(path)) as source:
+        for offset in (0, 4096, 5000, 10_000):
+            assert source.read(buffer, offset, 0) == 0

@@ -121,3 +121,17 @@ def test_each_stage_that_measures_has_one() -> None:
         "release": "losses.png",
     }.items():
         assert any(name in path.read_text() for path in (sources / room).glob("*.py")), room
+
+
+def test_a_loss_that_is_not_finite_has_no_place_in_the_picture(tmp_path: Path) -> None:
+    path = tmp_path / "rows.png"
+    plot_rows([2.0, 3.0, 4.0], [1.0, float("inf"), float("nan")], path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_that_fails_ends_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plot_rows([2.0], [1.0], tmp_path / "no-such-folder" / "rows.png")
+    assert "plot_rows: the picture could not be drawn" in caplog.text
+    assert list(tmp_path.iterdir()) == []

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tuneserve.pictures import optional
+
 # Without a ground, in mid tones: reads on light and on dark pages.
 _INK, _LIMIT = "#7f7f7f", "#d9534f"
 # Fonts with Chinese, Japanese and Korean letters, by how common they are on servers and desktops.
@@ -27,6 +29,7 @@ _CJK_FONTS = (
 )
 
 
+@optional
 def plot_lengths(
     path: Path,
     lengths: npt.NDArray[np.int64],

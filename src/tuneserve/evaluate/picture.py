@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
+
+from tuneserve.pictures import optional
 
 PLOT_NAME = "rows.png"
 
@@ -11,8 +14,11 @@ PLOT_NAME = "rows.png"
 _INK, _BETTER, _WORSE = "#7f7f7f", "#2f8fdd", "#e0762f"
 
 
+@optional
 def plot_rows(base: Sequence[float], tuned: Sequence[float], path: Path) -> None:
     """A dot a conversation: its loss before and after, nats per supervised token.
+
+    Losses that are not finite have no place in it.
 
     Args:
         base: Mean loss of each row by the base model.
@@ -25,8 +31,8 @@ def plot_rows(base: Sequence[float], tuned: Sequence[float], path: Path) -> None
     figure.patch.set_alpha(0)
     axes = figure.subplots()
     axes.patch.set_alpha(0)
-    pairs = list(zip(base, tuned, strict=True))
-    top = 1.05 * max([*base, *tuned, 0.1])
+    pairs = [p for p in zip(base, tuned, strict=True) if all(map(math.isfinite, p))]
+    top = 1.05 * max([value for pair in pairs for value in pair] or [0.1])
     axes.plot([0, top], [0, top], color=_INK, linewidth=1, linestyle=":")
     for label, colour, chosen in (
         ("better", _BETTER, [pair for pair in pairs if pair[1] < pair[0]]),

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tuneserve.pictures import optional
+
 PLOT_NAME = "change.png"
 
 # Without a ground and in mid tones it reads on light and on dark pages: what changed more is less
@@ -52,6 +54,7 @@ def change_by_layer(
     return {module: layers[module] for module in sorted(layers, key=_place)}, others
 
 
+@optional
 def plot_change(tensors: Mapping[str, Mapping[str, Any]], path: Path) -> bool:
     """Draw it; False, and no file, where no module of a layer was changed."""
     layers, others = change_by_layer(tensors)

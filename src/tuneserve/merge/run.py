@@ -86,7 +86,8 @@ def merge_adapter(
         adapter: Folder of the adapter; tokenizer, template and generation config are taken from it.
         out: Folder to fill: new, empty, or the unfinished work of this same merge.
         base_weights: Onto the original weights, or onto the dequantized ones that training saw.
-        max_memory_bytes: Most resident memory to use; None takes the default of about 350 MiB.
+        max_memory_bytes: Most resident memory to use; None takes the default of about 350 MiB (600
+            with a torch built for CUDA).
         tokenizer_from: Folder whose tokenizer files are taken instead of the adapter's.
         in_memory: Let PEFT merge, with the whole model in memory.
         sample: Compare some merged rows with PEFT's own layer, in a process beside the merge.

@@ -33,11 +33,11 @@ def run(context: StageContext) -> dict[str, Any]:
         shutil.rmtree(work)
         result = _merge(context, work)
     proof = read_proof(work) or {}
+    plot_change(proof.get("tensors", {}), work / PLOT_NAME)
     # The proof goes first: a folder without it is not taken for a finished merge.
     for path in sorted(work.iterdir(), key=lambda p: p.name != PROOF_NAME):
         path.rename(context.out / path.name)  # same file system: the draft lies beside the work
     work.rmdir()
-    plot_change(proof.get("tensors", {}), context.out / PLOT_NAME)
     lowest = proof.get("delta_survival", {})
     return {
         **result.to_json(),

@@ -107,6 +107,7 @@ class ShardStream:
         self.adapter_file = adapter_file
         self.buffers = [mmap.mmap(-1, budget.buffer_bytes) for _ in range(BUFFERS)]
         self._sources: dict[Path, Source] = {}
+        self._opening = threading.Lock()
 
     @functools.cached_property
     def engine(self) -> TileEngine:
@@ -144,6 +145,8 @@ class ShardStream:
                 self._pass(channel, shard, source, out, report)
         except OSError as error:
             raise _readable(error, part) from error
+        finally:
+            self._sources.pop(shard.source.file).close()
         if channel.failure is not None:
             raise _readable(channel.failure, part)
         return report
@@ -171,9 +174,10 @@ class ShardStream:
                 thread.join()
 
     def _open(self, path: Path) -> Source:
-        if path not in self._sources:
-            self._sources[path] = Source(path)
-        return self._sources[path]
+        with self._opening:
+            if path not in self._sources:
+                self._sources[path] = Source(path)
+            return self._sources[path]
 
     def _read(
         self, channel: _Channel, shard: OutputShard, source: Source, work: list[Piece]

@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tuneserve.pictures import optional
 from tuneserve.quantize.calibration import Calibration
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ def worst_table(modules: list[ModuleLog], most: int = 10) -> str:
     return "\n".join(f"{name:<{width}}  {loss:>9}  {damp:>7}" for name, loss, damp in rows)
 
 
+@optional
 def draw_losses(folder: Path, modules: list[ModuleLog], title: str) -> None:
     """Loss and damping per layer, one line per kind of module, losses on a logarithmic axis.
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from tuneserve.pictures import optional
 from tuneserve.release.gates import MODELS, GateReport
 from tuneserve.release.judging import Measured
 
@@ -114,6 +115,7 @@ def loss_table(report: GateReport) -> list[str]:
     return [*lines, ""]
 
 
+@optional
 def draw_losses(path: Path, report: GateReport) -> None:
     """A bar a model, with the interval of its loss."""
     names = [name for name in MODELS if report.losses.get(name) is not None]
@@ -131,6 +133,7 @@ def draw_losses(path: Path, report: GateReport) -> None:
     _save(figure, path)
 
 
+@optional
 def draw_divergence(path: Path, measured: Measured) -> None:
     """How many tokens diverge how far from the merged model, on a logarithmic axis."""
     figure, axes = _figure()

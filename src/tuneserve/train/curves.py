@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tuneserve.pictures import optional
+
 # Mid grey and two hues of like lightness: all stand out from white and from near black alike.
 _INK, _LOSS, _EVAL = "#7f7f7f", "#2f8fdd", "#e0762f"
 _SMOOTHED_OVER_STEPS = 10
@@ -31,6 +33,7 @@ def rewind_curve(path: Path, step: int) -> None:
     path.write_text("".join(json.dumps(point) + "\n" for point in points), encoding="utf-8")
 
 
+@optional
 def plot_loss(points: Sequence[dict[str, Any]], path: Path) -> None:
     """Loss over steps: each step faint, the mean of 10 firm, held-out loss as dots."""
     steps = [p["step"] for p in points if "loss" in p]
@@ -47,6 +50,7 @@ def plot_loss(points: Sequence[dict[str, Any]], path: Path) -> None:
     _save(figure, axes, path)
 
 
+@optional
 def plot_memory(timeline: dict[str, Any], path: Path) -> None:
     """Memory over time, with the plan's number as a line where there is one."""
     points = timeline["timeline"]
