@@ -196,12 +196,12 @@ def added(recorded: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
 
 def table(cases: dict[str, dict[str, Any]]) -> str:
     """For people."""
-    lines = [f"{'':<12}{'GPUs':>5}{'GiB a GPU':>11}{'planned':>9}{'tokens/s':>10}{'speed-up':>10}"]
+    lines = [f"{'':<17}{'GPUs':>5}{'GiB a GPU':>11}{'planned':>9}{'tokens/s':>10}{'speed-up':>10}"]
     for name, case in cases.items():
         planned = f"{case['planned_gib']:.1f}" if case["planned_gib"] else "-"
         speedup = f"{case['speedup']:.2f}" if "speedup" in case else "-"
         lines.append(
-            f"{name:<12}{case['gpus']:>5}{case['gib'] or 0:>11.1f}{planned:>9}"
+            f"{name:<17}{case['gpus']:>5}{case['gib'] or 0:>11.1f}{planned:>9}"
             f"{case['tokens_per_second']:>10,.0f}{speedup:>10}"
         )
     return "\n".join(lines)
