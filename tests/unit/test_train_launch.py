@@ -37,7 +37,10 @@ OURS = {"error": DataError("row 7 is bad", hint="mend it").to_json()}
         ({0: LOST, 1: OURS}, {0: 1, 1: 1}, DataError, "row 7 is bad"),
         ({0: LOST}, {0: 1, 1: -9}, StageKilled, "rank 1 .* signal 9.*too little memory"),
         ({0: LOST, 2: LOST}, {0: 1, 1: -15, 2: 1}, StageKilled, "rank 1 .* signal 15(?!.*memory)"),
-        ({0: LOST}, {1: -11}, StageKilled, "rank 1 .* signal 11(?!.*memory)"),
+        ({0: LOST}, {0: 1, 1: -2}, StageKilled, "rank 1 .* signal 2 *;"),
+        ({0: LOST}, {1: -11}, StageCrashed, "rank 1 .* signal 11 .*Segmentation"),
+        ({0: LOST}, {1: -6}, StageCrashed, "rank 1 .* signal 6 "),
+        ({0: LOST}, {1: -7}, StageCrashed, "rank 1 .* signal 7 .*/dev/shm"),
         # A rank that the agent itself had to kill is not among those that died before.
         ({0: LOST, 1: LOST}, {0: 1}, StageCrashed, "rank 0 .* Connection"),
         ({1: {"crash": "OSError", "errno": 28}, 0: LOST}, {0: 1, 1: 1}, DiskFull, "rank 1"),

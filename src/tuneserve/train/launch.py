@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 _FOLDER = "ranks"
 _RANK = ("-m", "tuneserve.train.rank")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+# What others send to end a process; every other one a process brings upon itself.
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # A rank waiting for a peer that is gone does not react to SIGTERM in every library. The agent would
 # give it half a minute.
 _TERM_SECONDS = 5
@@ -233,13 +235,23 @@ def _error(outcomes: Mapping[int, Mapping[str, Any]], died: Mapping[int, int]) -
                 hint="free some space and run the same command again",
             )
     for rank, status in sorted(died.items()):
-        if status < 0:  # from outside: the agent had ended nobody yet
+        if -status in _FROM_OUTSIDE:  # and not by the agent, which had ended nobody yet
             kernel = "signal 9 is often the kernel's answer to too little memory; "
             return StageKilled(
                 f"rank {rank} of the training was killed by signal {-status}; the others were "
                 "ended",
                 hint=(kernel if status == -signal.SIGKILL else "")
                 + "run the same command again: it goes on from the last checkpoint",
+            )
+    for rank, status in sorted(died.items()):
+        if status < 0:
+            shared = "/dev/shm is full or too small (in a container: --shm-size, or --ipc=host)"
+            return StageCrashed(
+                f"rank {rank} of the training crashed with signal {-status} "
+                f"({signal.strsignal(-status) or 'unknown'}); the others were ended",
+                hint=f"most often {shared}: free it, then run the same command again"
+                if status == -signal.SIGBUS
+                else "read the lines above; if they do not help, report them",
             )
     for rank, outcome in outcomes.items():
         if "crash" in outcome:
