@@ -102,8 +102,7 @@ class Site:
         return record.pid
 
     def kept(self) -> set[str]:
-        root = self.folder / "store"
-        return {p.name.split("-")[0] for p in root.iterdir() if not p.name.startswith(".")}
+        return {p.name.split("-")[0] for p in (self.folder / "store").glob("[!.]*")}
 
     def runs_to_the_end(self) -> list[str]:
         """A new run completes; what it really did."""
