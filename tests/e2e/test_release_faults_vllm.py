@@ -21,9 +21,11 @@ from release_stub import free_port
 from tuneserve.config import ServeSection
 from tuneserve.release import control
 from tuneserve.release.layout import layout
+from tuneserve.release.ready import healthy
 from tuneserve.release.request import ReleaseRequest
 from tuneserve.release.stage import release
 from tuneserve.release.supervisor import Keeper, server_program
+from tuneserve.release.unixhttp import load_of
 from tuneserve.release.wrapper import session_members
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
@@ -49,7 +51,7 @@ def test_a_killed_api_process_and_a_keeper_that_is_ended_while_vllm_loads(
     home: Path, pico_model: Path
 ) -> None:
     port = free_port()
-    serve = ServeSection(port=port, max_model_len=512)
+    serve = ServeSection(port=port, max_model_len=1024)
     made = release(ReleaseRequest(pico_model, "merged-0", serve))["release"]
     keeper, program = Keeper(layout()), server_program(made)
     session = keeper._session(program)
@@ -58,15 +60,21 @@ def test_a_killed_api_process_and_a_keeper_that_is_ended_while_vllm_loads(
 
     def ask(tokens: int) -> httpx.Response:
         body = {"model": "default", "messages": [{"role": "user", "content": "hi"}]}
-        body |= {"max_tokens": tokens, "ignore_eos": True}
+        body |= {"max_tokens": tokens, "n": 8, "ignore_eos": True}
         url = f"http://127.0.0.1:{port}/v1/chat/completions"
         answer = httpx.post(url, json=body, timeout=290)
         ended.append((answer.status_code, time.monotonic()))
         return answer
 
-    under_way = threading.Thread(target=ask, args=(450,))
+    under_way = threading.Thread(target=ask, args=(1000,))
     under_way.start()
-    wait_for(lambda: control.status()["names"]["default"]["requests_running"] == 1)
+
+    def running() -> bool:
+        answer = healthy(layout().socket(made), made)
+        load = load_of(answer) if answer else None
+        return load is not None and load[0] == 1
+
+    wait_for(running)
     os.kill(session, signal.SIGKILL)
     killed = time.monotonic()
     under_way.join()
