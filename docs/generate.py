@@ -308,6 +308,7 @@ def _merge() -> str:
         f"{found['copy_seconds']:.0f} s; {found['peak_rss_bytes'] / 2**20:.0f} MiB of memory at "
         f"most (`{found['command']}`,\n"
         "[bench/results/merge_h200_host.json](../bench/results/merge_h200_host.json)).\n"
+        "That was before the merge went past the page cache, which was not measured on that host.\n"
     )
 
 
