@@ -54,7 +54,7 @@ def test_it_rests_for_the_heavy_stages_and_serves_for_the_release(house: House) 
     def execute(call: StageCall) -> StageResult:
         seen.append((call.stage, alive(made)))
         if call.stage == "train" and not call.settings:
-            assert control.status()["names"]["default"]["state"] == "switching"
+            assert control.status()["names"]["default"]["state"] == "at rest"
             with pytest.raises(DeviceBusy, match="serving stopped while a run trains"):
                 control.up()
         return StageResult(call.stage, {})

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 
 from release_house import House, wait_for
 from tuneserve.errors import InputError, RunFileError
-from tuneserve.release import address, control, gateway
+from tuneserve.release import address, control, gateway, promote
 from tuneserve.release.gateway import MAX_BODY_BYTES
 from tuneserve.release.layout import layout
 from tuneserve.release.stage import release
@@ -93,6 +94,22 @@ def test_keys_paths_and_sizes(guarded: House) -> None:
     assert answer.status_code == 413
     huge = b"GET /v1/models HTTP/1.1\r\nX-Long: " + b"a" * 200_000 + b"\r\n" + door
     assert raw(house, huge).split()[1] == b"431"
+
+
+def test_health_needs_no_key_and_takes_nothing_in(guarded: House) -> None:
+    url = f"{guarded.url}/health"
+    assert httpx.get(url).status_code == 200
+    for method in ("POST", "PUT", "DELETE", "OPTIONS"):
+        assert httpx.request(method, url).status_code == 404, method
+    before = control.status()["names"]["default"]["requests_total"]
+    head = b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: 3000\r\n\r\n"
+    assert raw(guarded, head + b"x" * 3000).split()[1] == b"413"
+    assert control.status()["names"]["default"]["requests_total"] == before
+    # While requests are held, it says so instead of being held.
+    promote.Servers(layout(), Keeper(layout())).hold("default")
+    started = time.monotonic()
+    assert httpx.get(url, timeout=30).status_code == 502
+    assert time.monotonic() - started < 5
 
 
 def test_a_client_that_sends_slowly_is_given_up(

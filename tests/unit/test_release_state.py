@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tuneserve.errors import DeviceBusy, InputError, RunFileError
+from tuneserve.errors import DeviceBusy, InputError, PortTaken, RunFileError
 from tuneserve.release import address, gateway, keys, state
 from tuneserve.release.layout import layout
 
@@ -114,3 +115,16 @@ def test_gateway_configuration_keeps_its_promises(tmp_path: Path) -> None:
     text = str(config)
     assert "'flush_interval': -1" in text and "'keep_alive': {'enabled': False}" in text
     assert "'try_duration': '300s'" in text
+
+
+def test_a_public_name_needs_the_port_of_plain_http_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys_there = {"alice": "x"}
+    with socket.create_server(("", 0)) as taken, socket.create_server(("", 0)) as other:
+        monkeypatch.setattr(address, "_HTTP_PORT", taken.getsockname()[1])
+        free = other.getsockname()[1]
+        other.close()
+        public = address.listen_for("llm.example.org", free, keys_there, hold_seconds=1)
+        with pytest.raises(PortTaken, match=f"llm.example.org:{taken.getsockname()[1]} is taken"):
+            address.check_port(public)
+        address.check_port(public, but=public)  # our own gateway has them
+        address.check_port(address.listen_for("127.0.0.1", free, {}, hold_seconds=1))

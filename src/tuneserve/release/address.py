@@ -17,6 +17,7 @@ from typing import Any, Literal
 from tuneserve.errors import PortTaken, RunFileError
 
 _PROBE_SECONDS = 2.0
+_HTTP_PORT = 80
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,39 @@ class Listen:
     def bind_address(self) -> str:
         """The same with the port, as Caddy takes it."""
         return f"{_bracketed(self.bind_host)}:{self.port}"
+
+    @property
+    def ports(self) -> tuple[int, ...]:
+        """What is bound: a public authority asks at the port of plain HTTP, which leads to HTTPS
+        otherwise."""
+        also = self.tls == "public" and self.port != _HTTP_PORT
+        return (self.port, _HTTP_PORT) if also else (self.port,)
+
+    @property
+    def described(self) -> str:
+        """Address and certificate, for messages."""
+        kind = {
+            "public": " (a public authority's certificate)",
+            "internal": " (a certificate of the gateway's own authority)",
+            "files": f" (certificate {self.certificate}, key {self.key})",
+        }.get(self.tls, "")
+        return f"{'https' if self.tls else 'http'}://{_bracketed(self.host)}:{self.port}{kind}"
+
+    def reached_like(self, other: Listen) -> bool:
+        """Whether clients reach both in the same way; a renewed certificate is no difference."""
+        mine, theirs = (
+            (listen.host, listen.port, listen.tls, listen.certificate, listen.key)
+            for listen in (self, other)
+        )
+        return mine == theirs
+
+    def is_renewed(self) -> bool:
+        """Whether the certificate file is no longer the one that the gateway read."""
+        if self.tls != "files":
+            return False
+        with contextlib.suppress(OSError):
+            return _digest(self.certificate) != self.certificate_sha256
+        return True
 
     def as_files_are(self) -> Listen:
         """The same with the certificate file as it is now; it may have been renewed.
@@ -145,8 +179,12 @@ def listen_for(
 
 def _with_files(listen: Listen, certificate: str, key: str) -> Listen:
     check_certificate(listen.host, certificate, key)
-    digest = hashlib.sha256(Path(certificate).read_bytes()).hexdigest()
+    digest = _digest(certificate)
     return replace(listen, tls="files", certificate=certificate, key=key, certificate_sha256=digest)
+
+
+def _digest(certificate: str) -> str:
+    return hashlib.sha256(Path(certificate).read_bytes()).hexdigest()
 
 
 def check_certificate(host: str, certificate: str, key: str) -> None:
@@ -190,27 +228,42 @@ def _shake_hands(server_context: ssl.SSLContext, client_context: ssl.SSLContext,
                 left.remove(side)
 
 
-def check_port(listen: Listen) -> None:
+def check_port(listen: Listen, *, but: Listen | None = None) -> None:
     """Bind the address once, before anything expensive is done.
+
+    Args:
+        listen: What is to be bound.
+        but: What our own gateway has bound already.
 
     Raises:
         PortTaken: Somebody listens there; says who, where that can be seen.
         RunFileError: The address is not one of this machine.
     """
+    for port in listen.ports:
+        if but is None or port not in but.ports:
+            _bind_once(listen, port)
+
+
+def _bind_once(listen: Listen, port: int) -> None:
     host = listen.bind_host
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((host, listen.port))
+            probe.bind((host, port))
         except OSError as error:
             if error.errno in (98, 13):  # EADDRINUSE, EACCES
-                who = f" by {holder}" if (holder := port_holder(listen.port)) else ""
+                who = f" by {holder}" if (holder := port_holder(port)) else ""
                 what = f"is taken{who}" if error.errno == 98 else "needs more rights than ours"
+                serves = port == listen.port
                 raise PortTaken(
-                    f"{listen.host}:{listen.port} {what}",
-                    expected="a free port for the gateway",
-                    hint="end that process, or set serve.port to another port",
+                    f"{listen.host}:{port} {what}",
+                    expected="a free port for the gateway"
+                    if serves
+                    else f"port {port} for the gateway too: a public authority asks there",
+                    hint="end that process, or set serve.port to another port"
+                    if serves
+                    else f"free port {port}, or use serve.tls: internal or certificate files",
                 ) from error
             raise RunFileError(
                 f"serve.host {listen.host}: {error.strerror}",

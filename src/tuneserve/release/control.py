@@ -28,7 +28,7 @@ from tuneserve.stages import STAGES
 
 log = logging.getLogger(__name__)
 
-_READY_SECONDS = 900.0
+READY_SECONDS = 900.0
 _DRAIN_SECONDS = 120.0
 _SHORT_CHAT = [{"role": "user", "content": "Reply with one word: hello"}]
 
@@ -89,7 +89,7 @@ def status() -> dict[str, Any]:
         return {**down, "last_runs": ends}
     places = layout()
     servers = promote.Servers(places, Keeper(places))
-    _mend_interrupted(servers)
+    busy = _mend_interrupted(servers)
     known = state.read(places)
     processes = servers.keeper.all()
     gateway = processes.get(GATEWAY)
@@ -99,7 +99,7 @@ def status() -> dict[str, Any]:
     for name, entry in known.names.items():
         prefix = "" if name == known.default else f"/{name}"
         names[name] = {
-            **_name_status(servers, name, entry, known),
+            **_name_status(servers, name, entry, known, busy.get(name, "")),
             "requests_per_second": rates.get(name, 0.0),
             "endpoint": f"{listen.base_url}{prefix}/v1" if listen else None,
         }
@@ -116,7 +116,7 @@ def status() -> dict[str, Any]:
 
 
 def _name_status(
-    servers: promote.Servers, name: str, entry: state.Name, known: state.State
+    servers: promote.Servers, name: str, entry: state.Name, known: state.State, busy: str
 ) -> dict[str, Any]:
     current = current_release(servers.places, name)
     record = known.releases.get(entry.active or "")
@@ -144,7 +144,7 @@ def _name_status(
     load = load_of(answer) if answer else None
     found["health"] = "healthy" if answer else ("starting" if info and info.up else "down")
     if entry.promoting or current != entry.active:
-        found["state"] = "switching"
+        found["state"] = "at rest" if state.AT_REST in busy else "switching"
     elif answer:
         found["state"] = "serving"
     else:
@@ -158,16 +158,18 @@ def _name_status(
     return found
 
 
-def _mend_interrupted(servers: promote.Servers) -> None:
-    """Finish or undo a switch whose process is gone."""
+def _mend_interrupted(servers: promote.Servers) -> dict[str, str]:
+    """Finish or undo a switch whose process is gone; returns who is at the others, by name."""
+    busy: dict[str, str] = {}
     if not servers.keeper.running():
-        return
+        return busy
     for name in promote.out_of_order(servers):
         try:
             with state.lock_name(servers.places, name, "mending"):
-                promote.reconcile(servers, name, ready_seconds=_READY_SECONDS)
-        except DeviceBusy:
-            continue  # it is not interrupted: somebody is at it
+                promote.reconcile(servers, name, ready_seconds=READY_SECONDS)
+        except DeviceBusy as error:  # it is not interrupted
+            busy[name] = str(error)
+    return busy
 
 
 def up() -> dict[str, Any]:
@@ -187,14 +189,19 @@ def up() -> dict[str, Any]:
         raise InputError("nothing was released yet", hint="tuneserve run RUN.yaml")
     failed: list[TuneserveError] = []
     with _all_names(servers, "starting everything"):
-        servers.ensure_gateway(Listen(**known.gateway).as_files_are())
+        servers.keeper.ensure_running()
+        try:
+            servers.ensure_gateway(Listen(**known.gateway).as_files_are())
+        except TuneserveError as error:  # what it waits for loads meanwhile
+            log.error("the gateway does not start, the servers do: %s", error)
+            failed.append(error)
         for name, entry in known.names.items():
             if not entry.active:
                 continue
             with state.change(places) as changed:
                 changed.names[name].wanted = "up"
             try:
-                promote.reconcile(servers, name, ready_seconds=_READY_SECONDS)
+                promote.reconcile(servers, name, ready_seconds=READY_SECONDS)
             except TuneserveError as error:  # the other names still come up
                 log.error("%s: %s", name, error)
                 failed.append(error)
@@ -246,7 +253,8 @@ def promote_release(id: str, *, keep_warm: bool = False) -> dict[str, Any]:
 
     Args:
         id: Its id, or a unique beginning.
-        keep_warm: Keep the one it replaces running, so that a rollback is instant.
+        keep_warm: Keep the one it replaces running, so that a rollback is instant; not after
+            `hold`, which has no memory for two, and says so.
 
     Raises:
         InputError: It is unknown, was never proven, or its model is gone.
@@ -264,7 +272,7 @@ def promote_release(id: str, *, keep_warm: bool = False) -> dict[str, Any]:
     with state.lock_name(places, record.name, f"promoting {record.id}"):
         if not servers.keeper.running():
             raise ServerError("nothing is running", hint="start what served with `tuneserve up`")
-        promote.settle(servers, record.name, ready_seconds=_READY_SECONDS)
+        promote.settle(servers, record.name, ready_seconds=READY_SECONDS)
         _switch_to(servers, record, keep_warm=keep_warm)
     return {"name": record.name, "release": record.id}
 
@@ -300,7 +308,7 @@ def _switch_to(servers: promote.Servers, record: state.Release, *, keep_warm: bo
         return
 
     def start_and_check() -> None:
-        promote.start_again(servers, record, _READY_SECONDS)
+        promote.start_again(servers, record, READY_SECONDS)
         check_answers(
             Child(servers.keeper, record.id),
             servers.places.socket(record.id),
@@ -314,12 +322,14 @@ def _switch_to(servers: promote.Servers, record: state.Release, *, keep_warm: bo
     active = known.releases.get(entry.active or "")
     held = active is not None and "hold" in (active.rollout, record.rollout)
     if held and entry.warm != record.id:  # there may be no memory for two
+        if keep_warm:
+            log.warning("%s is not kept warm: serve.rollout is hold", entry.active)
         promote.replace_while_held(
             servers,
             record,
             start_and_check,
             drain_seconds=_DRAIN_SECONDS,
-            restart_champion=lambda old: promote.start_again(servers, old, _READY_SECONDS),
+            restart_champion=lambda old: promote.start_again(servers, old, READY_SECONDS),
             end_refused=servers.stop,
         )
         return

@@ -30,6 +30,9 @@ _IDLE_SECONDS = 300
 # empty segments. What is compared is the request line as it came, before anybody normalizes it.
 _API_PATH = r"^(?:/([a-z0-9][a-z0-9-]{0,31}))?/v1(?:/[A-Za-z0-9][A-Za-z0-9_.:-]*)*/?(?:\?[!-~]*)?$"
 _HEALTH_PATH = r"^(?:/([a-z0-9][a-z0-9-]{0,31}))?/health$"
+# Nobody shows a key for /health: it holds no memory and no connection of the gateway for long.
+_HEALTH = {"load_balancing": {"try_duration": "1s", "try_interval": "50ms"}, "request_buffers": 2}
+_NO_BODY = {"handler": "request_body", "max_size": 1}
 
 
 def caddy_config(places: Layout, listen: Listen) -> dict[str, Any]:
@@ -37,7 +40,10 @@ def caddy_config(places: Layout, listen: Listen) -> dict[str, Any]:
     release = {"handler": "headers", "response": _release_header(places)}
     routes: list[dict[str, Any]] = [
         {"handle": [release]},
-        {"match": [_matches("uri", _HEALTH_PATH)], "handle": _to_server(places, listen)},
+        {
+            "match": [{**_matches("uri", _HEALTH_PATH), "method": ["GET", "HEAD"]}],
+            "handle": [_NO_BODY, *_to_server(places, _HEALTH)],
+        },
         {
             "match": [_matches("uri", _API_PATH)],
             "handle": [
@@ -46,7 +52,7 @@ def caddy_config(places: Layout, listen: Listen) -> dict[str, Any]:
                     "handler": "request_body",
                     "max_size": MAX_BODY_BYTES,
                 },
-                *_to_server(places, listen),
+                *_to_server(places, _of_requests(listen)),
             ],
         },
         {"handle": [_refusal(404, "there is nothing here; the API is below /v1")]},
@@ -154,14 +160,14 @@ def _key_check(places: Layout) -> dict[str, Any]:
     )
 
 
-def _to_server(places: Layout, listen: Listen) -> list[dict[str, Any]]:
+def _to_server(places: Layout, options: dict[str, Any]) -> list[dict[str, Any]]:
     name = "{http.regexp.uri.1}"
     return [
         _subroute(
             [
                 {
                     "match": [{"vars": {name: [""]}}],
-                    "handle": [_proxy(places.default_link / "s", listen)],
+                    "handle": [_proxy(places.default_link / "s", options)],
                     "terminal": True,
                 },
                 {
@@ -170,7 +176,7 @@ def _to_server(places: Layout, listen: Listen) -> list[dict[str, Any]]:
                     ],
                     "handle": [
                         {"handler": "rewrite", "strip_path_prefix": f"/{name}"},
-                        _proxy(places.name_link(name) / "s", listen),
+                        _proxy(places.name_link(name) / "s", options),
                     ],
                     "terminal": True,
                 },
@@ -180,18 +186,24 @@ def _to_server(places: Layout, listen: Listen) -> list[dict[str, Any]]:
     ]
 
 
-def _proxy(socket_path: Path, listen: Listen) -> dict[str, Any]:
+def _of_requests(listen: Listen) -> dict[str, Any]:
+    return {
+        # Read at once, though nobody may be there to take it: a body that were read only after a
+        # hold would find the time that its client has for sending it gone. And a server gets whole
+        # requests only, so that one sent slowly does not occupy it.
+        "request_buffers": MAX_BODY_BYTES,
+        "load_balancing": {"try_duration": f"{listen.hold_seconds}s", "try_interval": "50ms"},
+    }
+
+
+def _proxy(socket_path: Path, options: dict[str, Any]) -> dict[str, Any]:
     return {
         "handler": "reverse_proxy",
         "upstreams": [{"dial": f"unix/{socket_path}"}],
         # A kept connection would go on reaching the old server after the symlink was switched.
         "transport": {"protocol": "http", "keep_alive": {"enabled": False}},
         "flush_interval": -1,
-        # Read at once, though nobody may be there to take it: a body that were read only after a
-        # hold would find the time that its client has for sending it gone. And a server gets whole
-        # requests only, so that one sent slowly does not occupy it.
-        "request_buffers": MAX_BODY_BYTES,
-        "load_balancing": {"try_duration": f"{listen.hold_seconds}s", "try_interval": "50ms"},
+        **options,
         # The server needs no key, and what it does not get it cannot log.
         "headers": {"request": {"delete": ["Authorization"]}},
     }

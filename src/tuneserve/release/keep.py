@@ -7,14 +7,16 @@ import signal
 import time
 from types import FrameType
 
-from tuneserve.errors import TuneserveError
+from tuneserve.errors import DeviceBusy, TuneserveError
 from tuneserve.release import control, promote, state
+from tuneserve.release.address import Listen
 from tuneserve.release.layout import Layout, layout
 from tuneserve.release.supervisor import GATEWAY, Keeper
 
 log = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 2.0
+_LONGEST_PAUSE_SECONDS = 60.0
 
 
 class _Asked(BaseException):
@@ -25,7 +27,8 @@ def keep() -> None:
     """Start what was serving, and the process keeper for releases to come; ends them at SIGTERM.
 
     What served is started again by the next `keep`: ending it so is not `tuneserve down`.
-    A server that does not come up is logged, and does not end the others. SIGTERM is heard at any
+    A server or a gateway that does not come up is logged, does not end the others, and is tried
+    again. A renewed certificate file is taken. SIGTERM is heard at any
     time, also while a server loads: that one is given up, the others finish their answers.
     """
     places = layout()
@@ -41,7 +44,12 @@ def keep() -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
         started = time.monotonic()
-        ended = [name for name, info in servers.keeper.all().items() if info.up and name != GATEWAY]
+        ended: list[str] = []
+        try:
+            known = servers.keeper.all()
+            ended = [name for name, info in known.items() if info.up and name != GATEWAY]
+        except TuneserveError as error:
+            log.warning("%s", error)
         promote.end_all(servers)
         log.info("ended after %.1f s: %s", time.monotonic() - started, ", ".join(ended) or "idle")
 
@@ -54,22 +62,65 @@ def _ask_once(number: int, frame: FrameType | None) -> None:
 
 
 def _look_after(servers: promote.Servers) -> None:
-    """Start everything, and again whenever the process keeper had to be started anew."""
-    started_anew = True
+    """Start everything, and again whenever the process keeper had to be started anew; then whatever
+    is found out of order. What fails is tried again, after growing pauses."""
+    anew, due, pause = True, 0.0, _LOOK_SECONDS
+    said: set[str] = set()
     while True:
-        try:
-            if started_anew and _wanted(servers.places):
-                control.up()  # each name by itself: one that fails does not end the others
-        except TuneserveError as error:
-            log.error("%s", error)
-        time.sleep(_LOOK_SECONDS)
+        failed: list[TuneserveError] = []
         try:
             # A refused first release ends it, and a kill -9 all that it kept.
-            started_anew = servers.keeper.ensure_running()
-        except TuneserveError as error:  # the next look tries again
-            log.error("%s", error)
-            started_anew = False
+            if servers.keeper.ensure_running():
+                anew, due = True, 0.0
+            if time.monotonic() >= due:
+                failed = _look(servers, every=anew)
+                anew = bool(failed)
+        except TuneserveError as error:
+            failed = [error]
+        for error in failed:
+            if str(error) not in said:  # once, not at every trial
+                log.error("%s", error)
+        if failed:
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            due = time.monotonic() + pause
+            said = {str(error) for error in failed}
+        elif time.monotonic() >= due:
+            pause, said = _LOOK_SECONDS, set()
+        time.sleep(_LOOK_SECONDS)
 
 
-def _wanted(places: Layout) -> bool:
-    return any(e.active and e.wanted == "up" for e in state.read(places).names.values())
+def _look(servers: promote.Servers, *, every: bool) -> list[TuneserveError]:
+    """Start the gateway and the servers that are wanted and missing; returns what failed.
+
+    Args:
+        servers: The servers.
+        every: Look at every server, not only at names that an interrupted command left behind.
+    """
+    failed: list[TuneserveError] = []
+    try:
+        _look_at_gateway(servers)
+    except TuneserveError as error:  # the servers load meanwhile
+        failed.append(error)
+    for name in _wanted(servers.places) if every else promote.out_of_order(servers):
+        try:
+            with state.lock_name(servers.places, name, "starting what served"):
+                promote.reconcile(servers, name, ready_seconds=control.READY_SECONDS)
+        except DeviceBusy as error:  # who holds it puts it in order, unless that is killed
+            if every:
+                failed.append(error)
+        except TuneserveError as error:
+            failed.append(error)
+    return failed
+
+
+def _look_at_gateway(servers: promote.Servers) -> None:
+    info = servers.keeper.info(GATEWAY)
+    if not _wanted(servers.places):
+        return
+    listen = Listen(**state.read(servers.places).gateway)
+    if not (info and info.up) or listen.is_renewed():
+        servers.ensure_gateway(listen.as_files_are())
+
+
+def _wanted(places: Layout) -> list[str]:
+    return [name for name, e in state.read(places).names.items() if e.active and e.wanted == "up"]

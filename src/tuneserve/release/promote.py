@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tuneserve.errors import InputError, ServerError, TuneserveError
-from tuneserve.release import gateway, state
-from tuneserve.release.address import Listen, answers, check_port
+from tuneserve.release import entrance, state
+from tuneserve.release.address import Listen
 from tuneserve.release.layout import Layout, current_release, point
 from tuneserve.release.ready import Child, healthy, wait_until_up
-from tuneserve.release.supervisor import GATEWAY, Keeper, Program, server_program, tail
+from tuneserve.release.supervisor import Keeper, Program, server_program
 from tuneserve.release.unixhttp import load_of
 from tuneserve.release.vllm_command import ServerCommand
 from tuneserve.release.wrapper import process_start
@@ -33,7 +33,6 @@ log = logging.getLogger(__name__)
 HOLD = "hold"  # the folder a name points to while its requests are held
 _KEPT_RELEASES = 5
 _SETTLE_SECONDS = 0.5
-_GATEWAY_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
@@ -121,50 +120,8 @@ class Servers:
             shutil.rmtree(self.places.socket(release).parent)
 
     def ensure_gateway(self, listen: Listen) -> None:
-        """Start the gateway, or restart it when it should listen elsewhere.
-
-        Raises:
-            PortTaken: Somebody else listens there.
-            ServerError: It does not start.
-        """
-        self.keeper.ensure_running()
-        info = self.keeper.info(GATEWAY)
-        known = state.read(self.places).gateway
-        if info and info.up and known == listen.to_json():
-            return
-        if not (info and info.up and known.get("port") == listen.port):
-            check_port(listen)
-        config = self.places.conf / "gateway.json"
-        state.write_json_atomic(config, gateway.caddy_config(self.places, listen))
-        config.chmod(0o600)
-        home = str(self.places.root / "caddy")
-        program = Program(
-            GATEWAY,
-            [gateway.caddy_binary(), "run", "--config", str(config)],
-            {"XDG_DATA_HOME": home, "XDG_CONFIG_HOME": home, "HOME": home},
-            self.places.logs / "gateway-start.log",
-        )
-        self.keeper.put(program)
-        self.keeper.start(GATEWAY)
-        self._wait_for_gateway(listen)
-        with state.change(self.places) as changed:
-            changed.gateway = listen.to_json()
-
-    def _wait_for_gateway(self, listen: Listen) -> None:
-        deadline = time.monotonic() + _GATEWAY_SECONDS
-        while time.monotonic() < deadline:
-            info = self.keeper.info(GATEWAY)
-            if info is None or info.state not in ("STARTING", "RUNNING"):
-                break
-            if answers(listen):
-                return
-            time.sleep(0.05)
-        lines = tail(self.places.logs / "gateway.log", 1)
-        self.keeper.remove(GATEWAY)
-        raise ServerError(
-            f"the gateway does not start: {lines[-800:]}",
-            hint=f"read {self.places.logs}/gateway.log",
-        )
+        """See `entrance.ensure`."""
+        entrance.ensure(self.places, self.keeper, listen)
 
 
 @contextlib.contextmanager
@@ -270,11 +227,13 @@ def replace_while_held(
                 info = servers.keeper.info(server_program(champion))
                 if info is not None and info.up:  # cancelled before it was stopped
                     servers.switch(release.name, champion)
-            end_refused(release.id)
-            if champion:
-                log.warning("the candidate was refused: starting %s again", champion)
-                restart_champion(state.read(places).release(champion))
-                servers.switch(release.name, champion)
+            try:
+                safely(lambda: end_refused(release.id), f"ending {release.id}")
+            finally:  # whatever became of the candidate, somebody must take the held requests
+                if champion:
+                    log.warning("the candidate was refused: starting %s again", champion)
+                    restart_champion(state.read(places).release(champion))
+                    servers.switch(release.name, champion)
             raise
     make_current(servers, release, drain_seconds=drain_seconds)
 

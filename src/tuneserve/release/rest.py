@@ -1,13 +1,14 @@
 """`serve.while_training: stop`: what is served here gives its memory to a run's heavy stages.
 
-Before the first of them every server ends, after its running answers; before the release, and
-whatever becomes of the run, all start again. Meanwhile this process holds the served names' locks.
-When it is killed the locks end with it, links are missing, and the next `status`, `up` or run finds
-that out of order and starts the servers.
+Before the first of them every server that has memory of the run's cards ends, after its running
+answers; before the release, and whatever becomes of the run, all start again. Meanwhile this
+process holds their names' locks. When it is killed the locks end with it, links are missing, and
+`keep`, or the next `status`, `up` or run, finds that out of order and starts the servers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from contextlib import ExitStack
 from types import TracebackType
@@ -15,11 +16,14 @@ from types import TracebackType
 from tuneserve.artifacts import artifact_id
 from tuneserve.calls import StageCall, StageResult
 from tuneserve.config import RunFile
+from tuneserve.errors import DeviceBusy
 from tuneserve.ladder import Execute
 from tuneserve.places import run_root
+from tuneserve.plan.machine import visible_cards
 from tuneserve.release import promote, state
+from tuneserve.release.address import Listen
 from tuneserve.release.layout import layout
-from tuneserve.release.supervisor import Keeper
+from tuneserve.release.supervisor import Keeper, server_program
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +45,7 @@ class AtRest:
         self._run, self._execute = run, execute
         self._wanted = run.serve.while_training == "stop"
         self._locks: ExitStack | None = None
+        self._resting: list[str] = []
 
     def __enter__(self) -> AtRest:
         if self._wanted:
@@ -63,7 +68,7 @@ class AtRest:
             self._wake()
         return self._execute(call)
 
-    def _servers(self) -> promote.Servers | None:
+    def _running(self) -> promote.Servers | None:
         """What serves here; None when nothing does."""
         if not run_root().is_dir():
             return None
@@ -72,21 +77,24 @@ class AtRest:
         return servers if servers.keeper.running() else None
 
     def _rest(self) -> None:
-        servers = self._servers()
+        servers = self._running()
         if self._locks is not None or servers is None:
             return
-        known = state.read(servers.places)
-        names = [name for name, entry in known.names.items() if entry.wanted == "up"]
+        names = [
+            name
+            for name, entry in state.read(servers.places).names.items()
+            if entry.active
+            and entry.wanted == "up"
+            and not _is_elsewhere(servers, name, self._run.train.gpus)
+        ]
         with ExitStack() as locks:
             for name in names:
-                locks.enter_context(
-                    state.lock_name(servers.places, name, "serving stopped while a run trains")
-                )
+                locks.enter_context(state.lock_name(servers.places, name, state.AT_REST))
             log.warning(
                 "downtime: %s stopped until the card is free again (serve.while_training: stop)",
                 ", ".join(names) or "nothing",
             )
-            self._locks = locks.pop_all()
+            self._locks, self._resting = locks.pop_all(), names
         for name in names:
             self._end(servers, name)
 
@@ -102,22 +110,48 @@ class AtRest:
     def _wake(self) -> None:
         if self._locks is None:
             return
-        servers = self._servers()
+        places = layout()
+        servers = promote.Servers(places, Keeper(places))  # its keeper may have died meanwhile
         try:
-            for name in state.read(servers.places).names if servers else ():
-                assert servers is not None
+            if self._resting:
+                servers.keeper.ensure_running()
+                listen = Listen(**state.read(places).gateway)
+                promote.safely(
+                    lambda: servers.ensure_gateway(listen.as_files_are()), "the gateway's start"
+                )
+            for name in self._resting:
                 promote.settle(servers, name, ready_seconds=self._run.serve.ready_timeout_seconds)
         finally:
             self._locks.close()
-            self._locks = None
+            self._locks, self._resting = None, []
 
     def _mend(self) -> None:
         """Start what a run that was killed left at rest."""
-        servers = self._servers()
+        servers = self._running()
         for name in promote.out_of_order(servers) if servers else ():
             assert servers is not None
-            with state.lock_name(servers.places, name, "mending"):
-                promote.settle(servers, name, ready_seconds=self._run.serve.ready_timeout_seconds)
+            with contextlib.suppress(DeviceBusy):  # it is not left: somebody is at it
+                with state.lock_name(servers.places, name, "mending"):
+                    promote.settle(
+                        servers, name, ready_seconds=self._run.serve.ready_timeout_seconds
+                    )
+
+
+def _is_elsewhere(servers: promote.Servers, name: str, gpus: int) -> bool:
+    """Whether the servers of `name` are seen on cards that the run does not take, and on no other.
+
+    Where the driver does not show processes (inside most containers) nothing is seen.
+    """
+    pids = {
+        pid
+        for release in state.read(servers.places).releases.values()
+        if release.name == name
+        for pid in servers.keeper.members(server_program(release.id))
+    }
+    # All cards of the machine, whatever CUDA_VISIBLE_DEVICES shows us of them.
+    anywhere = {process.pid for card in visible_cards({}) for process in card.processes}
+    ours = {process.pid for card in visible_cards()[:gpus] for process in card.processes}
+    return bool(pids & anywhere) and not pids & ours
 
 
 def _is_there(call: StageCall) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 from tuneserve.errors import InputError, RunFileError
 from tuneserve.progress import human_bytes
-from tuneserve.release import address, capacity, keys, promote, state
+from tuneserve.release import address, capacity, entrance, keys, promote, state
 from tuneserve.release.gate_report import markdown
 from tuneserve.release.gates import GateReport
 from tuneserve.release.heldout import Row, read_rows
@@ -24,7 +24,7 @@ from tuneserve.release.model_files import ModelFacts, read_model
 from tuneserve.release.proving import Candidate, measure_champion, prove, title_of
 from tuneserve.release.ready import healthy
 from tuneserve.release.request import ReleaseRequest, check_tools, request_of
-from tuneserve.release.supervisor import GATEWAY, Keeper, server_program
+from tuneserve.release.supervisor import Keeper, server_program
 from tuneserve.stages import StageContext
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ def release(request: ReleaseRequest) -> dict[str, Any]:
     listen = _listen(request, places.keys)
     name = request.serve.name
     with state.lock_name(places, name, f"releasing {request.artifact or request.model.name}"):
-        _check_gateway(servers, listen, name)
+        entrance.check(places, servers.keeper, listen, name)
         try:
             record, reused = _release_locked(servers, request, facts, rows, side, listen)
         except BaseException:
@@ -130,29 +130,6 @@ def _listen(request: ReleaseRequest, keys_file: Path) -> address.Listen:
         certificate=serve.tls_certificate,
         key=serve.tls_key,
     )
-
-
-def _check_gateway(servers: promote.Servers, listen: address.Listen, name: str) -> None:
-    """Before anything is loaded: the port must be ours or free, and other names must not lose
-    theirs."""
-    info = servers.keeper.info(GATEWAY)
-    known = state.read(servers.places)
-    if not (info and info.up):
-        address.check_port(listen)
-        return
-    if known.gateway.get("port") == listen.port and known.gateway.get("host") == listen.host:
-        return
-    others = [
-        other for other, entry in known.names.items() if other != name and entry.wanted == "up"
-    ]
-    if others:
-        raise RunFileError(
-            f"serve.host and serve.port are {listen.host}:{listen.port}, and the gateway serves "
-            f"{', '.join(others)} at {known.gateway['host']}:{known.gateway['port']}",
-            expected="the same address for every name of one machine",
-            hint="use that address, or another TUNESERVE_HOME",
-        )
-    address.check_port(listen)
 
 
 def _room(

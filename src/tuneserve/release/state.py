@@ -24,6 +24,8 @@ from tuneserve.release.layout import Layout
 log = logging.getLogger(__name__)
 
 FORMAT = 1
+AT_REST = "serving stopped while a run trains"
+"""What a run that stops what is served says it does when it holds a name's lock."""
 
 
 def now() -> str:

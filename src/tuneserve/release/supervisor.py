@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import json
 import logging
 import os
 import re
@@ -212,6 +211,8 @@ class Keeper:
             rows = self._rpc().supervisor.getAllProcessInfo()
         except (ConnectionError, FileNotFoundError, http.client.HTTPException):
             return {}
+        except xmlrpc.client.Fault as error:  # it is just ending
+            raise ServerError(f"supervisord does not answer: {error.faultString}") from error
         assert isinstance(rows, list)
         return {
             row["name"]: ProcessInfo(
@@ -392,8 +393,3 @@ def _pss_bytes(pid: int) -> int:
     except OSError:
         return 0
     return sum(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("Pss:"))
-
-
-def launch_of(places: Layout, name: str) -> dict[str, Any]:
-    """The launch file of a known program, for messages and reports."""
-    return dict(json.loads((places.conf / "programs" / f"{name}.json").read_text("utf-8")))
