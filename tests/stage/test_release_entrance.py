@@ -31,7 +31,7 @@ from tuneserve.release.stage import release
 from tuneserve.release.supervisor import server_program
 
 # `tuneserve keep` with a shorter time between its looks.
-KEEP = "from tuneserve.release import keep; keep._LOOK_SECONDS = 0.2; keep.keep()"
+KEEP = "from tuneserve.release import keep; keep._LOOK_SECONDS = keep._LONGEST_PAUSE_SECONDS = 0.2; keep.keep()"
 
 
 def write_certificate(folder: Path, *, days: int) -> dict[str, str]:
@@ -166,6 +166,7 @@ def test_keep_starts_servers_without_a_gateway_and_tries_it_again(
         assert get_models(house).headers["x-tuneserve-release"] == made
 
 
+@pytest.mark.full
 def test_up_starts_servers_without_a_gateway_and_says_so(house: House, tmp_path: Path) -> None:
     files = write_certificate(tmp_path, days=30)
     made = release(house.request(host="localhost", **files))["release"]
@@ -178,7 +179,7 @@ def test_up_starts_servers_without_a_gateway_and_says_so(house: House, tmp_path:
     assert control.up()["names"]["default"]["state"] == "serving"
 
 
-@pytest.mark.parametrize("kind", [ServerError, OSError])
+@pytest.mark.parametrize("kind", [ServerError, pytest.param(OSError, marks=pytest.mark.full)])
 def test_the_champion_comes_back_when_a_refused_candidate_cannot_be_ended(
     house: House, monkeypatch: pytest.MonkeyPatch, kind: Callable[[str], Exception]
 ) -> None:

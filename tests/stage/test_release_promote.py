@@ -289,7 +289,9 @@ def test_there_are_never_three_servers_of_a_name(house: House) -> None:
     assert house.chat().headers["x-tuneserve-release"] == first
 
 
-def test_rollback_of_a_release_that_was_held_needs_no_memory_for_two(house: House) -> None:
+def test_rollback_of_a_release_that_was_held_needs_no_memory_for_two(
+    house: House, caplog: pytest.LogCaptureFixture
+) -> None:
     first = release(house.request("a"))["release"]
     second = release(house.request("b", rollout="hold"))["release"]
     stop, failures, most = threading.Event(), [], 0
@@ -301,7 +303,7 @@ def test_rollback_of_a_release_that_was_held_needs_no_memory_for_two(house: Hous
                 failures.append(answer.text)
 
     asking = threading.Thread(target=ask)
-    rolling = threading.Thread(target=control.rollback)
+    rolling = threading.Thread(target=control.rollback, kwargs={"keep_warm": True})
     asking.start()
     rolling.start()
     while rolling.is_alive():
@@ -310,6 +312,7 @@ def test_rollback_of_a_release_that_was_held_needs_no_memory_for_two(house: Hous
     stop.set()
     asking.join()
     assert most == 1 and not failures
+    assert f"{second} is not kept warm: serve.rollout is hold" in caplog.text
     assert house.chat().headers["x-tuneserve-release"] == first
     # What does not come up any more is not forgotten, and what served goes on.
     stub.make_model(house.folder / "b", die="RuntimeError: broken")

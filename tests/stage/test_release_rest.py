@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from release_house import House, keeper, wait_for
+from release_house import House, keeper, processes_of, wait_for
 from tuneserve.calls import StageCall, StageResult
 from tuneserve.config import RunFile
 from tuneserve.errors import DeviceBusy, OutOfMemory
@@ -78,6 +79,9 @@ def test_it_comes_back_when_a_stage_fails(house: House) -> None:
 
     def execute(call: StageCall) -> StageResult:
         assert not alive(made)
+        # And the keeper with the gateway dies meanwhile.
+        os.kill(int((layout().root / "supervisord.pid").read_text()), signal.SIGKILL)
+        wait_for(lambda: not processes_of(house.folder))
         raise OutOfMemory("training does not fit")
 
     with pytest.raises(OutOfMemory), AtRest(run, execute) as at_rest:
@@ -121,6 +125,46 @@ def test_the_next_command_brings_it_back_after_a_kill(
         with AtRest(run, lambda call: pytest.fail("no stage was asked for")):
             assert alive(made)
     assert house.chat().headers["x-tuneserve-release"] == made
+
+
+def test_a_server_on_another_card_goes_on(
+    house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = release(house.request("a", losses=LOSSES))["release"]
+    there = release(house.request("b", name="other", losses=LOSSES))["release"]
+    pids = [keeper().members(server_program(each))[0] for each in (here, there)]
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(f"""#!/bin/sh
+case "$1" in
+*query-gpu*) echo "0, GPU-aaaa, H200, 1000, 500"; echo "1, GPU-bbbb, H200, 1000, 500" ;;
+*gpu_uuid*) echo "GPU-aaaa, {pids[0]}, vllm, 9"; echo "GPU-bbbb, {pids[1]}, vllm, 9" ;;
+*) echo "{pids[1]}, 9" ;;
+esac
+""")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    run, seen = run_file(house), []
+
+    def execute(call: StageCall) -> StageResult:
+        seen.append((alive(here), alive(there)))
+        if seen[-1] == (False, True):
+            assert house.chat(path="/other/v1").headers["x-tuneserve-release"] == there
+            states = {name: entry["state"] for name, entry in control.status()["names"].items()}
+            assert states == {"default": "at rest", "other": "serving"}
+            with AtRest(run, execute):  # somebody else's run: what rests is not left behind
+                pass
+        return StageResult(call.stage, {})
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with AtRest(run, execute) as at_rest:
+        at_rest.execute(StageCall("train", run))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-bbbb,0")  # train.gpus is 1: its first card
+    smi.write_text(smi.read_text().replace(str(pids[0]), "1"))
+    with AtRest(run, execute) as at_rest:
+        at_rest.execute(StageCall("train", run))
+    assert seen == [(False, True), (False, False)]  # one that is not seen is asked to rest as well
+    assert house.chat().headers["x-tuneserve-release"] == here
+    assert house.chat(path="/other/v1").headers["x-tuneserve-release"] == there
 
 
 def test_sharing_stops_nothing(house: House) -> None:
