@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 try:
-    import unsloth  # type: ignore[import-not-found]  # it patches the libraries below: first
+    import unsloth  # it patches the libraries below: first
 except ImportError:
     unsloth = None
 

@@ -85,7 +85,7 @@ def status() -> dict[str, Any]:
     """
     ends = Runs().last_ends()
     if not run_root().is_dir():
-        down = {"endpoint": None, "gateway": "down", "default": None, "names": {}}
+        down: dict[str, Any] = {"endpoint": None, "gateway": "down", "default": None, "names": {}}
         return {**down, "last_runs": ends}
     places = layout()
     servers = promote.Servers(places, Keeper(places))

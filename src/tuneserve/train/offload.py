@@ -119,7 +119,7 @@ class BlockInputs:
         ).untyped_storage()
         for place in range(self._places):
             empty = torch.empty(0, dtype=torch.uint8, device=self._device)
-            self._here.append(empty.set_(storage, place * size, (size,)))  # type: ignore[call-overload]
+            self._here.append(empty.set_(storage, place * size, (size,)))
         for _ in range(self._blocks - self._places):
             self._host.append(torch.empty(size, dtype=torch.uint8, pin_memory=self._gpu))
 
