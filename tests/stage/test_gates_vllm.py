@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -17,12 +18,14 @@ from typing import Any
 
 import pytest
 
-from train_rows import write_dataset
+from train_rows import IGNORED, write_dataset
 from tuneserve.config import GatesSection, ModelSection, ServeSection
 from tuneserve.errors import GateRefused
 from tuneserve.release import control, state
+from tuneserve.release.heldout import read_rows
 from tuneserve.release.layout import layout
 from tuneserve.release.request import ReleaseRequest
+from tuneserve.release.served_loss import served_scores
 from tuneserve.release.stage import release
 
 pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -162,3 +165,54 @@ def test_an_awq_export_of_smollm2_is_served(home: Path) -> None:
     gates = GatesSection.model_validate({"canaries": [canary]})
     made = release(request(export, gates=gates))
     assert [gate["name"] for gate in made["gates"]] == ["canary 'What is the capital of France?'"]
+
+
+def test_an_awq_export_of_four_layers_says_the_same_when_served(home: Path) -> None:
+    """Of SmolLM2, which keeps its shapes, head and tokenizer; all 30 take AWQ ten minutes."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from tuneserve.checkpoint.base import resolve_base
+    from tuneserve.quantize.smoke import load_dequantized
+
+    base = home / "smollm2"
+    first_layers(resolve_base(ModelSection(base="builtin:smollm2-135m")), 4, base)
+    lines = (TEMPLATES / "support.jsonl").read_text(encoding="utf-8").splitlines()[:64]
+    chats = [json.loads(line)["messages"] for line in lines]
+    dataset = write_dataset(home / "dataset", base, chats, chats[:4])
+    export = quantized(base, dataset.path, home / "smollm2-awq", "64", "8", "48")
+    made = release(request(export))
+    rows, side = read_rows(dataset.path)
+    assert side == "eval" and len(rows) == 4
+    served = served_scores(layout().socket(made["release"]), "default", rows)
+
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    own: list[float] = []
+    with torch.inference_mode():
+        load_dequantized(model, export, base, "awq", 64)
+        for row in rows:
+            scores = model(torch.tensor([row.ids])).logits[0].log_softmax(-1)
+            own += [
+                -float(scores[at - 1, token])
+                for at, token in enumerate(row.labels)
+                if at and token != IGNORED
+            ]
+    assert len(own) == len(served.tokens)
+    # the server computes in bfloat16
+    assert served.nats().sum() / len(own) == pytest.approx(sum(own) / len(own), rel=0.01)
+
+
+def first_layers(model: Path, count: int, folder: Path) -> None:
+    """A model with only its first layers."""
+    from safetensors.torch import load_file, save_file
+
+    later = re.compile(r"\.layers\.(\d+)\.")
+    kept = {
+        name: tensor
+        for name, tensor in load_file(model / "model.safetensors").items()
+        if not (at := later.search(name)) or int(at.group(1)) < count
+    }
+    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((model / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": count}))
