@@ -31,7 +31,11 @@ from tuneserve.release.stage import release
 from tuneserve.release.supervisor import server_program
 
 # `tuneserve keep` with a shorter time between its looks.
-KEEP = "from tuneserve.release import keep; keep._LOOK_SECONDS = keep._LONGEST_PAUSE_SECONDS = 0.2; keep.keep()"
+KEEP = """
+from tuneserve.release import keep
+keep._LOOK_SECONDS, keep._LONGEST_PAUSE_SECONDS = 0.2, 0.4
+keep.keep()
+"""
 
 
 def write_certificate(folder: Path, *, days: int) -> dict[str, str]:

@@ -77,13 +77,13 @@ def _look_after(servers: promote.Servers) -> None:
                 anew = bool(failed)
         except TuneserveError as error:
             failed = [error]
-        for error in failed:
-            if str(error) not in said:  # once, not at every trial
-                log.error("%s", error)
+        for each in failed:
+            if str(each) not in said:  # once, not at every trial
+                log.error("%s", each)
         if failed:
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
             due = time.monotonic() + pause
-            said = {str(error) for error in failed}
+            said = {str(each) for each in failed}
         elif time.monotonic() >= due:
             pause, said = _LOOK_SECONDS, set()
         time.sleep(_LOOK_SECONDS)
