@@ -91,7 +91,8 @@ def test_no_secret_has_a_place_in_parameters(at_root: None) -> None:
     fields = re.findall(r'"(\w*(?:key|token|secret|password|url)\w*)"', json.dumps(
         [list(s.get("properties", {})) for s in flow.parameters.definitions.values()]
     ))  # fmt: skip
-    assert [name for name in fields if not name.endswith(("_env", "tokens"))] == []
+    named = {"tls_key"}  # the path of a file: what it holds never gets here
+    assert [n for n in fields if not n.endswith(("_env", "tokens")) and n not in named] == []
 
 
 def shim_run(folder: Path, base: Path, **changes: Any) -> str:

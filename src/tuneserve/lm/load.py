@@ -34,6 +34,8 @@ def quiet_libraries(*, deepspeed: bool = False) -> None:
     sys.modules.setdefault("gptqmodel", None)  # type: ignore[arg-type]
     if not deepspeed:
         sys.modules.setdefault("deepspeed", None)  # type: ignore[arg-type]
+    elif sys.modules.get("deepspeed", sys) is None:
+        del sys.modules["deepspeed"]  # an earlier call of this process did without it
     # The base is a local folder: any hub access would be for kernels nobody asked for.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
