@@ -174,8 +174,9 @@ def test_memory_of_a_process_that_is_ending_is_waited_for(
         f"state=$(sed 's/.*) //' /proc/{holder.pid}/stat 2>/dev/null | cut -c1)\n"
         'case "$state" in [RSD]) held=1;; esac\n'
         'case "$1" in\n'
-        '*memory.free*) if [ "$held" ]; then echo "100, 80000"; else echo "79000, 80000"; fi;;\n'
-        f'*process_name*) [ "$held" ] && echo "{holder.pid}, /usr/bin/old-server, 78000";;\n'
+        '*memory.free*) if [ "$held" ]; then free=100; else free=79000; fi\n'
+        '  echo "0, GPU-1, Some card, 80000, $free";;\n'
+        f'*process_name*) [ "$held" ] && echo "GPU-1, {holder.pid}, /usr/bin/old-server, 78000";;\n'
         f'*) [ "$held" ] && echo "{holder.pid}, 78000";;\n'
         "esac\nexit 0\n"
     )
