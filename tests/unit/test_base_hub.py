@@ -114,6 +114,18 @@ def test_downloads_the_commit_that_was_listed(hub: Hub, monkeypatch: pytest.Monk
     assert listing["token"] == fetching["token"] == "secret"
 
 
+@pytest.mark.parametrize(
+    ("held", "sent"), [("secret\n", "secret"), (" secret ", "secret"), ("", None), ("\n", None)]
+)
+def test_a_token_without_what_surrounds_it(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, held: str, sent: str | None
+) -> None:
+    """An empty one is none: public models are then asked for without a header."""
+    monkeypatch.setenv("HF_TOKEN", held)
+    download(MODEL, weights=False)
+    assert [call["token"] for call in hub.calls] == [sent, sent]
+
+
 def test_disk_is_checked_before(hub: Hub) -> None:
     assert isinstance(hub.files, dict)
     hub.files["model-00001-of-00002.safetensors"] = 2**60

@@ -91,7 +91,8 @@ def download(model: ModelSection, *, weights: bool) -> Path:
         folder = _cached(model, weights=weights)
         if folder is not None:
             return folder
-    token = os.environ.get("HF_TOKEN")
+    # Secrets that come from files or forms often end with a line feed, which no header may hold.
+    token = os.environ.get("HF_TOKEN", "").strip() or None
     try:
         listing = huggingface_hub.snapshot_download(
             model.base, revision=model.revision, dry_run=True, token=token
