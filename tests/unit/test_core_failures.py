@@ -125,7 +125,7 @@ DOCUMENTED: list[tuple[list[str], int, str, str]] = [
     (["plan", "wrong.yaml"], 2, "2 fields are wrong", "mend the fields"),
     (["plan", "no-base.yaml"], 2, "there is no such folder", "mend model.base"),
     (["plan", "long.yaml"], 2, "over the model's context", "mend the fields"),
-    (["init", "nowhere.jsonl"], 2, "there is no such file", "mend data.train"),
+    (["init", "nowhere.jsonl"], 2, "there is no such file", "check the path; a relative one"),
     (["init", "dpo.jsonl"], 2, "preference pairs", "remove the file"),
     (["init", "dpo.jsonl", "--out", "wrong.yaml"], 2, "is there already", "--force"),
     (["merge", "--base", "nowhere", "--adapter", "a", "--out", "m"], 2, "nowhere", ""),

@@ -14,10 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tuneserve.config import DataSection
 from tuneserve.data import readers
 from tuneserve.data.codes import RowError
 from tuneserve.data.files import expand_paths, ignored_files
 from tuneserve.data.readers import place, read_blocks
+from tuneserve.data.sources import open_sources
 from tuneserve.data.strictjson import locate, parse_bytes
 from tuneserve.data.worker import rows_of
 from tuneserve.errors import DataError
@@ -85,6 +87,69 @@ def test_utf16_and_empty_files_are_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=what) as caught:
             read(path)
         assert str(path) in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "found", "hint"),
+    [
+        (
+            "a.csv",
+            "question,answer\nWhy?,So.\n",
+            "the keys of its first row are answer, question",
+            "rename the columns to prompt and completion: question and answer;",
+        ),
+        (
+            "a.jsonl",
+            '{"Prompt": "Why?", "Response": "So.", "id": 1}\n',
+            "Prompt, Response, id",
+            "rename the columns to prompt and completion: Prompt and Response;",
+        ),
+        (
+            "a.csv",
+            "Kunde,Wir\nWarum?,Darum.\n",
+            "Kunde, Wir",
+            "of Kunde, Wir, rename the columns to prompt and completion that hold what is asked",
+        ),
+        (
+            "conversations.json",  # as ChatGPT exports it
+            '[{"title": "t", "mapping": {"x": {"message": null}}, "current_node": "x"}]',
+            "current_node, mapping, title",
+            "the key mapping is that of ChatGPT's export, a tree of messages: write each "
+            'conversation as {"messages": [{"role", "content"}, ...]};',
+        ),
+        (
+            "a.csv",  # as Excel saves it where the comma is the decimal point
+            "prompt;completion\nWarum?;Darum.\n",
+            "prompt;completion",
+            "save it with commas, not semicolons, between the columns prompt;completion",
+        ),
+    ],
+)
+def test_other_names_of_columns(
+    tmp_path: Path, name: str, text: str, found: str, hint: str
+) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(DataError, match="no known format") as caught:
+        open_sources(DataSection(train=[str(path)]))
+    assert found in caught.value.message and "prompt and completion" in caught.value.expected
+    assert caught.value.hint.startswith(hint)
+
+
+@pytest.mark.parametrize(
+    ("name", "raw"),
+    [
+        ("a.csv", b"prompt,completion\nWhere?,In the caf\xe9.\n"),
+        ("a.json", b'[{"prompt": "Where?", "completion": "In the caf\xe9."}]'),
+        ("a.jsonl", b'{"prompt": "Where?", "completion": "In the caf\xe9."}\n'),
+    ],
+)
+def test_a_file_of_windows_says_how_to_save_it(tmp_path: Path, name: str, raw: bytes) -> None:
+    path = tmp_path / name
+    path.write_bytes(raw)
+    with pytest.raises(DataError, match="bad_encoding: byte 0xE9") as caught:
+        open_sources(DataSection(train=[str(path)]))
+    assert "iconv -f WINDOWS-1252 -t UTF-8 FILE" in caught.value.hint
 
 
 def test_arrays_are_cut_at_their_elements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

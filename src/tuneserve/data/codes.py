@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Level = Literal["reject", "policy", "warning"]
+# Two encodings that spreadsheets save in: of western Windows, and of Chinese.
+SAVE_AS_UTF8 = "save it as UTF-8: iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW (Chinese: -f GB18030)"
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ def _table(*rows: tuple[str, Level, str, str]) -> dict[str, Code]:
 CODES: dict[str, Code] = _table(
     # reading
     ("bad_json", "reject", "The line is not JSON, for example cut in half.", "mend the line"),
-    ("bad_encoding", "reject", "The bytes are not UTF-8.", "save the file as UTF-8"),
+    ("bad_encoding", "reject", "The bytes are not UTF-8.", SAVE_AS_UTF8),
     ("bad_csv", "reject", "The record does not have the header's number of cells.", "quote it"),
     ("two_objects", "reject", "Two JSON values on one line.", "put each on a line of its own"),
     ("duplicate_key", "reject", "A key occurs twice in one object.", "keep one of them"),

@@ -58,6 +58,7 @@ def expand_paths(paths: list[str]) -> list[str]:
             f"{count} nothing:\n    " + "\n    ".join(problems),
             expected=f"a file, a folder with {', '.join(_KINDS)} files, a glob or a URL",
             hint="mend data.train or data.eval in the run file",
+            details={"unmatched": problems},
         )
     return list(found)
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO, Any, Literal
 
-from tuneserve.data.codes import RowError
+from tuneserve.data.codes import SAVE_AS_UTF8, RowError
 from tuneserve.data.files import READ_ERRORS, kind_of, open_raw, unpack
 from tuneserve.data.strictjson import parse_text
 from tuneserve.errors import DataError
@@ -107,7 +107,11 @@ def read_blocks(path: str, file: int) -> Iterator[Block]:
                 hint="copy or pack it again",
             ) from error
     if empty:
-        raise DataError(f"{path}: the file is empty", hint="remove it from data.train or data.eval")
+        raise DataError(
+            f"{path}: the file is empty",
+            expected="conversations",
+            hint="fill it, or leave it out",
+        )
 
 
 def _refuse_utf16(path: str, head: bytes) -> None:
@@ -115,7 +119,7 @@ def _refuse_utf16(path: str, head: bytes) -> None:
         raise DataError(
             f"{path}:1:1: bad_encoding: the file is UTF-16",
             expected="UTF-8",
-            hint="save it as UTF-8, for example with `iconv -f UTF-16 -t UTF-8`",
+            hint="save it as UTF-8: iconv -f UTF-16 -t UTF-8 FILE > NEW",
         )
 
 
@@ -227,7 +231,7 @@ class _Decoded:
                 f"{self.path}:{lines}:{column}: bad_encoding: byte "
                 f"0x{error.object[error.start]:02X} is not UTF-8",
                 expected="UTF-8",
-                hint="save the file as UTF-8",
+                hint=SAVE_AS_UTF8,
             ) from error
         self._breaks += data.count(b"\n")
 
@@ -290,7 +294,7 @@ def _csv(path: str, file: int, head: bytes, stream: IO[bytes]) -> Iterator[Block
             f"{path}:{line}:1: bad_encoding: byte 0x{error.object[error.start]:02X} in or after "
             "this record is not UTF-8",
             expected="UTF-8",
-            hint="save the file as UTF-8",
+            hint=SAVE_AS_UTF8,
         ) from error
     if batch:
         yield Block(file, "rows", batch[0][0], batch)

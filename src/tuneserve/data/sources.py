@@ -8,9 +8,11 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 from tuneserve.config import DataSection
 from tuneserve.data.class_labels import describe_labels
+from tuneserve.data.codes import CODES
 from tuneserve.data.files import expand_paths, ignored_files, size_bytes
 from tuneserve.data.formats import CONVERTERS, REFUSED, detect
 from tuneserve.data.readers import Block, read_blocks
@@ -20,6 +22,9 @@ from tuneserve.errors import DataError
 log = logging.getLogger(__name__)
 
 _SNIFFED_ROWS = 200
+# What people call the two sides of an exchange in files that were made for something else.
+_ASKED = ("prompt", "question", "query", "instruction", "input", "user")
+_ANSWERED = ("completion", "answer", "response", "output", "reply", "assistant")
 
 
 @dataclass(frozen=True)
@@ -111,18 +116,19 @@ def _format_of(path: str, wanted: str) -> str:
     first = next(iter(read_blocks(path, 0)))
     seen: Counter[str] = Counter()
     parsed: list[RawRow] = []
-    problem = ""
+    problem = what = ""
     for row, error in islice(rows_of(first), _SNIFFED_ROWS):
         if error is None:
             seen[detect(row.value)] += 1
             parsed.append(row)
         elif not problem:
             problem = f"{path}:{row.line}: {error.code}: {error.message}"
+            what = CODES[error.code].hint
     if not seen:
         raise DataError(
             f"{path}: no row can be read; the first problem: {problem}",
             expected="JSONL, a JSON array, CSV or Parquet",
-            hint="see docs/data.md for the formats",
+            hint=f"{what}; docs/data.md shows the formats",
         )
     found = seen.most_common(1)[0][0]
     if found in REFUSED:
@@ -143,6 +149,28 @@ def _format_of(path: str, wanted: str) -> str:
             f"{path}: no known format; the keys of its first row are {keys}",
             expected="messages; conversations (from, value); instruction and output; or prompt and "
             "completion",
-            hint="see docs/data.md for the formats, or remove the file",
+            hint=_what_to_rename(parsed[0].value),
         )
     return found
+
+
+def _what_to_rename(row: dict[str, Any]) -> str:
+    """What makes a row of no known format one that is, by the names of its keys."""
+    formats = "docs/data.md shows the formats"
+    if "mapping" in row:  # ChatGPT's conversations.json
+        return (
+            "the key mapping is that of ChatGPT's export, a tree of messages: write each "
+            f'conversation as {{"messages": [{{"role", "content"}}, ...]}}; {formats}'
+        )
+    if len(row) == 1 and ";" in (only := next(iter(row))):
+        return f"save it with commas, not semicolons, between the columns {only}"
+    names = {key.strip().lower(): key for key in row}
+    asked = next((names[name] for name in _ASKED if name in names), None)
+    answered = next((names[name] for name in _ANSWERED if name in names), None)
+    if asked and answered:
+        return f"rename the columns to prompt and completion: {asked} and {answered}; {formats}"
+    keys = ", ".join(sorted(row)[:12]) or "none"
+    return (
+        f"of {keys}, rename the columns to prompt and completion that hold what is asked and what "
+        f"is answered, or remove the file; {formats}"
+    )

@@ -16,7 +16,7 @@ from typing import Any
 from tuneserve.artifacts import fsync_directory
 from tuneserve.checkpoint.basecheck import read_config
 from tuneserve.data.codes import CODES
-from tuneserve.errors import OutputExists, TuneserveError
+from tuneserve.errors import DataError, OutputExists, TuneserveError
 from tuneserve.init.bases import Base, candidates, open_base
 from tuneserve.init.choose import Choice, choose
 from tuneserve.init.example import EXAMPLE_NAME, example_text
@@ -163,7 +163,12 @@ def _look(data: list[str], opened: Base, arch: Arch) -> DataLook:
         },
         source="init",
     )
-    return look_at_data(draft, opened.folder if opened.local else None)
+    try:
+        return look_at_data(draft, opened.folder if opened.local else None)
+    except DataError as error:
+        if "unmatched" in error.details:  # there is no run file yet that could be mended
+            error.hint = "check the path; a relative one is taken from the folder you are in"
+        raise
 
 
 def _note_data(choice: Choice, found: DataLook | None) -> None:
