@@ -29,12 +29,17 @@ _SIZE_UNITS = {
     "MIB": 2**20,
     "GIB": 2**30,
     "TIB": 2**40,
+    # As docker and systemd read them.
+    "K": 2**10,
+    "M": 2**20,
+    "G": 2**30,
+    "T": 2**40,
 }
 
 
 def parse_size(value: Any) -> Any:
-    """Read a byte count such as ``24GiB``, ``700 MiB`` or ``1000000``; other types pass through
-    unchanged.
+    """Read a byte count such as ``24GiB``, ``24G``, ``700 MiB`` or ``1000000``; other types pass
+    through unchanged.
     """
     if not isinstance(value, str):
         return value
@@ -44,6 +49,22 @@ def parse_size(value: Any) -> Any:
             f"{value!r} is not a size; write it like 24GiB, 700MiB or a number of bytes"
         )
     return int(float(match.group(1)) * _SIZE_UNITS[match.group(2).upper()])
+
+
+def parse_card(text: str) -> int:
+    """Read the memory of a card in bytes, as `parse_size`; less than 1 GiB is no card's.
+
+    Raises:
+        ValueError: It is none; the message says how to write it.
+    """
+    size: int = parse_size(text)
+    if size < 2**30:
+        bare = text.strip()
+        meant = "24GiB"
+        if bare.isdigit() and len(bare) < 7:
+            meant = bare + ("GiB" if len(bare) < 4 else "MiB")  # the latter as nvidia-smi counts
+        raise ValueError(f"{text!r} is {size:,} bytes, and a card has 1 GiB or more; write {meant}")
+    return size
 
 
 Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]

@@ -85,6 +85,8 @@ def test_a_wrong_run_file_is_exit_2_with_one_json_object(tmp_path: Path) -> None
         ["nonsense"],
         ["merge"],
         ["plan", "run.yaml", "--gpu-memory", "24 gibi"],
+        ["plan", "run.yaml", "--gpu-memory", "24"],
+        ["init", "--gpu-memory", "24"],
         ["release", "m", "--name", "Support Bot"],
         ["quantize", "--model", "m", "--calibration", "/nowhere/d", "--out", "q"],
         ["lineage", "/nowhere/at-all"],

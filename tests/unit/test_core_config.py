@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
-from tuneserve.config import RunFile, parse_size
+from tuneserve.config import RunFile, parse_card, parse_size
 from tuneserve.errors import RunFileError
 from tuneserve.runfile import load_run_file, parse_run
 
@@ -67,10 +68,38 @@ def test_group_sizes_that_vllm_does_not_serve_are_refused(size: Any) -> None:
 
 @pytest.mark.parametrize(
     ("text", "count"),
-    [("24GiB", 24 * 2**30), ("700 MiB", 700 * 2**20), ("1.5GB", 1_500_000_000), (12, 12)],
+    [
+        ("24GiB", 24 * 2**30),
+        ("700 MiB", 700 * 2**20),
+        ("1.5GB", 1_500_000_000),
+        ("24G", 24 * 2**30),
+        ("700m", 700 * 2**20),
+        ("0.5T", 2**39),
+        ("64K", 2**16),
+        (12, 12),
+    ],
 )
 def test_sizes(text: Any, count: int) -> None:
     assert parse_size(text) == count
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("24", "'24' is 24 bytes, and a card has 1 GiB or more; write 24GiB"),
+        ("24564", "write 24564MiB"),  # as nvidia-smi counts
+        ("900MiB", "'900MiB' is 943,718,400 bytes, and a card has 1 GiB or more; write 24GiB"),
+        ("24 gibi", "is not a size; write it like 24GiB"),
+    ],
+)
+def test_a_card_of_less_than_a_gib_is_none(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        parse_card(text)
+
+
+@pytest.mark.parametrize(("text", "size"), [("24G", 24 * 2**30), ("1GiB", 2**30)])
+def test_a_cards_size(text: str, size: int) -> None:
+    assert parse_card(text) == size
 
 
 @pytest.mark.parametrize("text", ["24 gibi", "-3GiB", "GiB", "nan"])

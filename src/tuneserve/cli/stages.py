@@ -62,7 +62,7 @@ def plan(
     as_json: JsonOption = False,
 ) -> None:
     """Predict peak memory, disk and the micro-batch of every stage, before anything runs."""
-    from tuneserve.config import parse_size
+    from tuneserve.config import parse_card
     from tuneserve.plan import plan_run
 
     if calibrate:
@@ -76,7 +76,7 @@ def plan(
     if run_file is None:
         raise typer.BadParameter("a run file, or --calibrate", param_hint="RUN_FILE")
     try:
-        gpu_bytes = parse_size(gpu_memory) if gpu_memory else None
+        gpu_bytes = parse_card(gpu_memory) if gpu_memory else None
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--gpu-memory") from error
     found = plan_run(load(run_file), gpu_memory_bytes=gpu_bytes)

@@ -31,11 +31,11 @@ def init(
     as_json: JsonOption = False,
 ) -> None:
     """Look at your data and your card, and write a run file that fits both."""
-    from tuneserve.config import parse_size
+    from tuneserve.config import parse_card
     from tuneserve.init import init_run
 
     try:
-        gpu_bytes = parse_size(gpu_memory) if gpu_memory else None
+        gpu_bytes = parse_card(gpu_memory) if gpu_memory else None
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--gpu-memory") from error
     log_to_stderr()
