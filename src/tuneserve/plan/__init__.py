@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tuneserve.config import RunFile
+
+log = logging.getLogger(__name__)
 
 
 def plan_run(run: RunFile, *, gpu_memory_bytes: int | None = None) -> dict[str, Any]:
     """What `tuneserve plan` prints: the keys of `plan --json` and `table`, whether it fits or not.
 
     Only the base's small files are fetched. The rows are taken to be as long as `data.max_length`.
+    That the installed torch could not use the card is a warning here; a run is refused for it.
 
     Raises:
         RunFileError: The run would fail later for reasons that show already.
@@ -19,6 +23,9 @@ def plan_run(run: RunFile, *, gpu_memory_bytes: int | None = None) -> dict[str, 
     """
     from tuneserve.checkpoint.base import peek_base
     from tuneserve.plan.build import plan_for
+    from tuneserve.plan.stage import card_left_idle
 
-    base_dir = peek_base(run.model)
-    return plan_for(run, base_dir=base_dir, gpu_memory_bytes=gpu_memory_bytes).to_json()
+    found = plan_for(run, base_dir=peek_base(run.model), gpu_memory_bytes=gpu_memory_bytes)
+    if idle := card_left_idle(run, found.machine):
+        log.warning("%s; %s", idle.message, idle.hint)
+    return found.to_json()

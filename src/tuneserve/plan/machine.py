@@ -126,6 +126,12 @@ def visible_cards(environment: Mapping[str, str] = os.environ) -> list[Gpu]:
     ]
 
 
+def driver_version() -> str | None:
+    """Version of NVIDIA's driver, such as ``580.65.06``; None where none answers."""
+    found = [row[0] for row in _smi("--query-gpu=driver_version")]
+    return found[0] if found and found[0][:1].isdigit() else None
+
+
 def _process(pid: str, path: str, used: str) -> GpuProcess:
     return GpuProcess(int(pid), Path(path).name or path, _mib(used), _is_ours(int(pid)))
 

@@ -6,8 +6,11 @@ import logging
 from typing import Any
 
 from tuneserve.checkpoint.base import peek_base
+from tuneserve.config import RunFile
+from tuneserve.doctor import torch_finding
 from tuneserve.errors import DiskFull, OutOfMemory, ResourceError
 from tuneserve.plan.build import Plan, plan_for
+from tuneserve.plan.machine import Machine
 from tuneserve.plan.rows import data_shape
 from tuneserve.progress import human_bytes
 from tuneserve.stages import StageContext
@@ -20,6 +23,7 @@ def run(context: StageContext) -> dict[str, Any]:
 
     Raises:
         RunFileError: The run would fail later for reasons that show already.
+        ResourceError: There is a card, and a torch that cannot use it.
         OutOfMemory: A stage cannot fit into memory; the hint says what to change.
         DiskFull: The artifacts would not fit on the store's disk.
     """
@@ -31,8 +35,29 @@ def run(context: StageContext) -> dict[str, Any]:
     )
     for warning in plan.warnings:
         log.warning("%s", warning)
+    if found := card_left_idle(context.run, plan.machine):
+        raise found
     refuse(plan)
     return plan.to_json()
+
+
+def card_left_idle(run: RunFile, machine: Machine) -> ResourceError | None:
+    """What is wrong where a card is there and a CPU build of torch would train beside it.
+
+    Whoever wants the CPU hides the card (an empty CUDA_VISIBLE_DEVICES); whoever names another
+    interpreter for a stage knows what is in it.
+    """
+    elsewhere = any(getattr(run.engines, name).python for name in type(run.engines).model_fields)
+    if machine.gpu is None or machine.supposed or elsewhere:
+        return None
+    finding = torch_finding(machine.gpu)
+    if finding.state != "fail":
+        return None
+    return ResourceError(
+        f"torch {finding.found}: the run would train and serve on the CPU",
+        expected="a torch that is built for CUDA",
+        hint=f"{finding.what_to_do}; to stay on the CPU: `export CUDA_VISIBLE_DEVICES=`",
+    )
 
 
 def refuse(plan: Plan) -> None:
