@@ -51,7 +51,10 @@ class TuneserveError(Exception):
     exit_status: ClassVar[int] = 1
     retryable: ClassVar[bool] = False
     # What to do, where the one who raises knows nothing better.
-    usual_hint: ClassVar[str] = "run it again; if it fails again, report it with the log above"
+    usual_hint: ClassVar[str] = (
+        "run it again; if it fails again, report it on the project's issue tracker on GitHub, with "
+        "the log above"
+    )
 
     def __init__(
         self,
