@@ -172,16 +172,15 @@ class Store:
         """Remember that artifacts were used now, and from which TUNESERVE_HOME: `tuneserve gc`
         keeps them.
         """
-        if not ids:
-            return
+        if not ids and not self.root.is_dir():
+            return  # nothing is in it that a home could need
         user = f"{socket.gethostname()}\n{home()}\n"
         name = home_id(home(), make=True)
         with contextlib.suppress(OSError):  # a store that is only read needs no notes
             for folder in (".used", ".users"):
                 (self.root / folder).mkdir(parents=True, exist_ok=True)
-            users = self.root / ".users" / name
-            if name and not users.exists():
-                users.write_text(user, encoding="utf-8")
+            if name:
+                _note_user(self.root / ".users" / name, user)
             for id in ids:
                 (self.root / ".used" / id).touch()
 
@@ -199,17 +198,19 @@ class Store:
         Raises:
             InputError: One of them cannot be seen from here.
         """
-        found = {home()}
-        for user in sorted((self.root / ".users").glob("*")):
-            host, path = user.read_text(encoding="utf-8").splitlines()
+        found, own = {home()}, home_id(home())
+        for user in sorted((self.root / ".users").glob("[!.]*")):
+            if user.name == own:  # wherever it lay when it wrote its note
+                continue
+            host, _, path = user.read_text(encoding="utf-8").strip().partition("\n")
             # Hosts often use one path for homes of their own: the identity tells them apart.
             if home_id(Path(path)) != user.name:
-                if host == socket.gethostname():  # it was never made, or is gone with all in it
-                    continue
+                # On this host it may be moved or not mounted, and go on serving.
                 raise InputError(
                     f"{self.root} is also used from {path} on {host}, which cannot be seen here",
                     expected="every TUNESERVE_HOME of the store readable, to know what serves",
-                    hint=f"run this there, or remove {user} if that home is gone for good",
+                    hint="mount it, or run this there (one that was moved says so at its next "
+                    f"run); remove {user} if that home is gone for good",
                 )
             found.add(Path(path))
         return sorted(found)
@@ -274,6 +275,15 @@ class Store:
         with contextlib.suppress(FileNotFoundError):  # another process was faster
             (self.root / id).rename(trash)
         log.warning("artifact %s is damaged (%s): set aside, it will be made again", id, why)
+
+
+def _note_user(note: Path, user: str) -> None:
+    """Write down who uses the store; anew where the home was moved since."""
+    if note.is_file() and note.read_text(encoding="utf-8") == user:
+        return
+    provisional = note.with_name(f".{note.name}.{os.getpid()}")
+    provisional.write_text(user, encoding="utf-8")
+    provisional.replace(note)
 
 
 def _entry(root: Path, path: Path) -> dict[str, Any]:

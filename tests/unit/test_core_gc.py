@@ -168,6 +168,31 @@ def test_a_store_that_others_use_is_not_swept_blindly(house: House, tmp_path: Pa
     assert house.ids() == set(chain)
 
 
+def test_a_home_that_was_moved_goes_on_being_asked(
+    house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain = house.chain("theirs")
+    other = House(tmp_path / "elsewhere")
+    monkeypatch.setenv("TUNESERVE_HOME", str(other.home))
+    other.releases("r1", r1=chain[-1])
+    house.store.note_use(chain[-1])
+    other.home.rename(tmp_path / "moved")  # or not mounted: what it serves cannot be seen
+    monkeypatch.setenv("TUNESERVE_HOME", str(house.home))
+    with pytest.raises(InputError, match="cannot be seen here") as caught:
+        survey(house.store, keep_days=14)
+    assert str(other.home) in caught.value.message and house.ids() == set(chain)
+    monkeypatch.setenv("TUNESERVE_HOME", str(tmp_path / "moved"))
+    for path in house.store.root.glob(".used/*"):
+        os.utime(path, (0, 0))
+    assert set(survey(house.store, keep_days=14).kept) == set(chain), "from itself at any time"
+    house.store.note_use()  # a run that had nothing to do
+    monkeypatch.setenv("TUNESERVE_HOME", str(house.home))
+    assert survey(house.store, keep_days=14).artifacts == {}
+    (note,) = (p for p in house.store.root.glob(".users/*") if "moved" in p.read_text())
+    note.unlink()  # a person says that it is gone
+    assert set(survey(house.store, keep_days=14).artifacts) == set(chain)
+
+
 def test_unreadable_release_state_stops_the_sweep(house: House) -> None:
     chain = house.chain("a")
     (house.home / "run").mkdir(parents=True)
