@@ -141,6 +141,14 @@ def behave(context: Any) -> dict[str, Any]:
         case "killed":
             sys.stderr.write("last words\n")
             os.kill(os.getpid(), signal.SIGKILL)
+        case "change":  # as a delivery that is copied meanwhile
+            changed = Path(settings["file"])
+            old = changed.read_bytes() if changed.exists() else b"1"
+            changed.write_bytes(old[:-1] + bytes([old[-1] ^ 1]))
+            (context.out / "result.txt").write_text("done")
+        case "raise signal":
+            sys.stderr.write("last words\n")
+            os.kill(os.getpid(), settings["signal"])
         case "talk":  # more than any pipe holds
             for number in range(20_000):
                 sys.stderr.write(f"line {number}\n")

@@ -13,13 +13,18 @@ from typing import Any, cast
 
 from tuneserve.artifacts import Store, file_sha256
 from tuneserve.config import EngineSection, RunFile
-from tuneserve.errors import ModelError
+from tuneserve.errors import DataError, ModelError
 from tuneserve.places import store_root
 from tuneserve.remote import RemoteStore
 from tuneserve.stages import STAGES, StageSpec, section
 from tuneserve.versions import package_versions
 
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".lock"}
+_STAYS = "files that stay as they are while a run reads them"
+_COME_WHOLE = (
+    "run again once the delivery is whole; write each file under another name, and rename it when "
+    "it is finished"
+)
 _NOT_READ = {"README.md", "LICENSE", "NOTICE", ".gitattributes", ".gitignore"}
 
 
@@ -155,6 +160,37 @@ class StageCall:
                 others.update(f"{path.name}:{file_sha256(path)}\n".encode())
         return f"{fingerprint(self.base)['digest']}+{others.hexdigest()[:16]}"
 
+    def check_unchanged(self, key: Mapping[str, Any], sources: Mapping[str, Any]) -> None:
+        """Refuse a result of files that are not those its id was made of any more.
+
+        Args:
+            key: What `key()` gave before anything was read.
+            sources: What `sources()` gave then.
+
+        Raises:
+            DataError: A data file changed, came or went meanwhile.
+            ModelError: The chat template or a file of the base did.
+        """
+        before, after = _by_path(sources), _by_path(self.sources())
+        if paths := sorted(p for p in {*before, *after} if before.get(p) != after.get(p)):
+            raise DataError(
+                f"{', '.join(paths)}: changed while stage {self.stage} read the data",
+                expected=_STAYS,
+                hint=_COME_WHOLE,
+            )
+        template = self.run.model.chat_template if self.spec.uses_files else None
+        if template and file_sha256(Path(template)) != key["config"]["model.chat_template"]:
+            raise ModelError(
+                f"{template}: changed while stage {self.stage} read it", expected=_STAYS
+            )
+        if self.base and self.spec.uses_base and self._base_digest() != key["base"]:
+            newest = max(self.base.iterdir(), key=lambda path: path.stat().st_ctime_ns)
+            raise ModelError(
+                f"{self.base}: changed while stage {self.stage} read it, {newest.name} last",
+                expected=_STAYS,
+                hint="run again once the model is copied or downloaded whole",
+            )
+
 
 def open_store(run: RunFile) -> Store:
     """The artifact store that a run file names."""
@@ -164,6 +200,10 @@ def open_store(run: RunFile) -> Store:
 def open_remote(run: RunFile) -> RemoteStore | None:
     """Where the run file's artifacts are kept as well; None: nowhere."""
     return RemoteStore(run.store.remote) if run.store.remote else None
+
+
+def _by_path(sources: Mapping[str, Any]) -> dict[str, str]:
+    return {file["path"]: file["sha256"] for files in sources.values() for file in files}
 
 
 def _file_digests(paths: list[str]) -> list[dict[str, str]]:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tuneserve.artifacts import Artifact, Store, write_json_atomic
+from tuneserve.calls import StageCall
 from tuneserve.config import RunFile
 from tuneserve.devices import visible_gpus
 from tuneserve.errors import DiskFull, OutOfMemory, TuneserveError
@@ -106,6 +107,7 @@ def _run(spec: StageSpec, request: dict[str, Any]) -> dict[str, Any]:
             started, clock = datetime.now(UTC), time.monotonic()
             context = _context(request, run, store, draft.path, draft.work)
             metrics = _entry(spec)(context)
+            StageCall.from_json(request).check_unchanged(request["key"], request["sources"])
             metrics["peak_rss_bytes"] = peak_rss_bytes()
             facts = {
                 "key": request["key"],

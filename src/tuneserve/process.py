@@ -42,6 +42,9 @@ _TERM_SECONDS = 10.0
 # A release that is cancelled in the middle of a switch first puts the champion back.
 _RELEASE_TERM_SECONDS = 180.0
 _TAIL_LINES = 30
+# What others send to end a process; every other signal a process brings upon itself, again each
+# time.
+FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def run_stage(
@@ -254,9 +257,10 @@ def _read_result(stage: str, path: Path, status: int, tail: list[str]) -> dict[s
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-        hint = "signal 9 is often the kernel's answer to too little memory" if status == -9 else ""
-        kind = StageKilled if status < 0 else StageCrashed
+        number = -status if status < 0 else status - 128  # as shells and our SIGTERM handler say it
+        how = f"was killed by {_signal(number)}" if number > 0 else f"ended with status {status}"
+        hint = "signal 9 is often the kernel's answer to too little memory" if number == 9 else ""
+        kind = StageKilled if number in FROM_OUTSIDE else StageCrashed
         raise kind(
             f"stage {stage} {how} without a result; its last lines:\n    "
             + "\n    ".join(tail[-12:]),
@@ -265,3 +269,11 @@ def _read_result(stage: str, path: Path, status: int, tail: list[str]) -> dict[s
     if "error" in result:
         raise TuneserveError.from_json(result["error"])
     return dict(result)
+
+
+def _signal(number: int) -> str:
+    """A signal for people: ``signal 9 (SIGKILL)``."""
+    try:
+        return f"signal {number} ({signal.Signals(number).name})"
+    except ValueError:  # a real-time signal has no name
+        return f"signal {number}"

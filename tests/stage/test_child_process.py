@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +22,7 @@ from tuneserve.errors import (
     DiskFull,
     HubError,
     InputError,
+    ModelError,
     OutOfMemory,
     StageCrashed,
     StageKilled,
@@ -102,6 +105,61 @@ def test_errors_arrive_typed_and_nothing_half_written_remains(
         assert drafts(tmp_path) == []
     fixed = run_stage(call(tmp_path))
     assert Store(tmp_path / "store").find(str(fixed.artifact), rehash=True) is not None
+
+
+@pytest.mark.parametrize(
+    ("file", "kind"),
+    [
+        ("inbox/one.jsonl", DataError),
+        ("inbox/new.jsonl", DataError),  # not there yet when the stage was asked for
+        ("template.jinja", ModelError),
+        ("base/generation_config.json", ModelError),
+        ("base/model.safetensors", ModelError),
+    ],
+)
+def test_what_changed_while_it_was_read_is_refused(
+    tmp_path: Path, pico_model: Path, file: str, kind: type[TuneserveError]
+) -> None:
+    base = Path(shutil.copytree(pico_model, tmp_path / "base"))
+    (base / "generation_config.json").write_text("{}")
+    (tmp_path / "inbox").mkdir()
+    (tmp_path / "inbox" / "one.jsonl").write_text('{"messages": []}\n')
+    (tmp_path / "template.jinja").write_text("{{ messages }}")
+    run = run_file(
+        tmp_path,
+        data={"train": str(tmp_path / "inbox")},
+        model={"base": str(base), "chat_template": str(tmp_path / "template.jinja")},
+    )
+    settings = {"do": "change", "file": str(tmp_path / file)}
+    with pytest.raises(kind, match="changed while stage validate read") as caught:
+        run_stage(StageCall("validate", run, base, settings=settings), log_line=lambda line: None)
+    assert type(caught.value) is kind and not caught.value.retryable
+    named = f"{base}: .*{Path(file).name} last" if "base" in file else str(tmp_path / file)
+    assert re.search(named, caught.value.message)
+    assert kept(tmp_path) == set() and drafts(tmp_path) == []
+    again = run_stage(StageCall("validate", run, base), log_line=lambda line: None)
+    assert kept(tmp_path) == {again.artifact}
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        (signal.SIGTERM, StageKilled),
+        (signal.SIGHUP, StageKilled),
+        (signal.SIGSEGV, StageCrashed),
+        (signal.SIGABRT, StageCrashed),
+        (signal.SIGILL, StageCrashed),
+        (signal.SIGBUS, StageCrashed),
+    ],
+)
+def test_only_a_signal_from_outside_can_pass_by_itself(
+    tmp_path: Path, number: signal.Signals, kind: type[TuneserveError]
+) -> None:
+    with pytest.raises(StageCrashed, match=rf"signal {int(number)} \({number.name}\)") as caught:
+        asked = call(tmp_path, do="raise signal", signal=int(number))
+        run_stage(asked, log_line=lambda line: None)
+    assert type(caught.value) is kind and caught.value.retryable == (kind is StageKilled)
+    assert "last words" in caught.value.message and kept(tmp_path) == set()
 
 
 def test_a_missing_interpreter_is_named(tmp_path: Path) -> None:

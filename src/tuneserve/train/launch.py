@@ -31,6 +31,7 @@ from tuneserve.errors import (
     StageKilled,
     TuneserveError,
 )
+from tuneserve.process import FROM_OUTSIDE
 from tuneserve.stages import StageContext
 from tuneserve.train.rank import job_of
 
@@ -39,8 +40,6 @@ log = logging.getLogger(__name__)
 _FOLDER = "ranks"
 _RANK = ("-m", "tuneserve.train.rank")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-# What others send to end a process; every other one a process brings upon itself.
-_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # A rank waiting for a peer that is gone does not react to SIGTERM in every library. The agent would
 # give it half a minute.
 _TERM_SECONDS = 5
@@ -235,7 +234,7 @@ def _error(outcomes: Mapping[int, Mapping[str, Any]], died: Mapping[int, int]) -
                 hint="free some space and run the same command again",
             )
     for rank, status in sorted(died.items()):
-        if -status in _FROM_OUTSIDE:  # and not by the agent, which had ended nobody yet
+        if -status in FROM_OUTSIDE:  # and not by the agent, which had ended nobody yet
             kernel = "signal 9 is often the kernel's answer to too little memory; "
             return StageKilled(
                 f"rank {rank} of the training was killed by signal {-status}; the others were "
