@@ -28,7 +28,9 @@ RUN apt-get update \
  && apt-get install -y --no-install-recommends gcc libc6-dev tini \
  && rm -rf /var/lib/apt/lists/* \
  && useradd --uid 10001 --create-home tuneserve \
- && install -d -o tuneserve -g tuneserve /var/lib/tuneserve
+ && install -d -o tuneserve -g tuneserve /var/lib/tuneserve \
+ # Locks of the cards: a volume mounted here takes this mode over, so that every user can lock.
+ && install -d -m 1777 /tmp/tuneserve-gpus
 WORKDIR /opt/tuneserve
 COPY --from=build /opt/tuneserve/.venv .venv
 COPY pyproject.toml README.md LICENSE ./
@@ -47,8 +49,8 @@ ENV PATH=/opt/tuneserve/.venv/bin:$PATH \
     DO_NOT_TRACK=1 \
     VLLM_NO_USAGE_STATS=1
 USER 10001
-# A child that a killed stage left behind is reaped.
-ENTRYPOINT ["/usr/bin/tini", "--"]
+# A child that a killed stage left behind is reaped; secrets come as files and are named as variables.
+ENTRYPOINT ["/usr/bin/tini", "--", "/opt/tuneserve/deploy/with-secrets.sh"]
 
 FROM runtime AS pipeline
 CMD ["prefect", "worker", "start", "--pool", "local"]

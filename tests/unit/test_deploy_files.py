@@ -1,29 +1,49 @@
-"""The container and cluster files: linted, and everything they name exists."""
+"""The container files: linted, and everything they name exists."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import yaml
+from prefect.utilities.templating import apply_values
 
+from tuneserve import runlock
 from tuneserve.config import ServeSection
+from tuneserve.release.layout import choose_sockets_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
-KUBERNETES = sorted((DEPLOY / "k8s").glob("*.yaml"))
+PREFECT = yaml.safe_load((DEPLOY / "prefect.yaml").read_text())
 TARGETS = set(re.findall(r"^FROM \S+ AS (\w+)", DOCKERFILE, re.MULTILINE))
 SCRIPTS = Path(sys.executable).parent
+HOME = "/var/lib/tuneserve"
+CARD_LOCKS = f"/tmp/{runlock._SHARED}"
+
+
+def image_variables() -> dict[str, str]:
+    (block,) = re.findall(r"^ENV (PATH=(?:.*\\\n)*.*)$", DOCKERFILE, re.MULTILINE)
+    return dict(re.findall(r"(\w+)=(\S+)", block))
+
+
+def docker_job() -> dict[str, Any]:
+    (docker,) = [entry for entry in PREFECT["deployments"] if entry["name"] == "docker"]
+    return dict(docker["work_pool"]["job_variables"])
+
+
+def mounts(volumes: list[str]) -> dict[str, str]:
+    """What lies at which path of the container."""
+    return {where: what for what, where in (volume.split(":")[:2] for volume in volumes)}
 
 
 def test_the_dockerfile_has_no_finding() -> None:
@@ -87,6 +107,88 @@ def test_compose_names_what_exists_and_keeps_secrets_in_files() -> None:
     assert not re.search(r"(PASSWORD|API_KEY|WEBHOOK): \S*[a-z0-9]{8}", text.replace("/run/", ""))
 
 
+def test_all_containers_of_a_machine_share_the_locks_of_its_cards() -> None:
+    shared = {HOME: "home", CARD_LOCKS: "gpus"}
+    for name in ("serve", "worker"):
+        assert mounts(COMPOSE["services"][name]["volumes"]) == shared
+    job = mounts(docker_job()["volumes"])
+    for where, volume in shared.items():
+        assert job[where] == f"{COMPOSE['name']}_{volume}"  # as compose calls it
+    # A new volume takes over owner and mode of what it covers: user 10001 has to write there.
+    assert f"install -d -m 1777 {CARD_LOCKS}" in DOCKERFILE
+    assert image_variables()["TUNESERVE_HOME"] == HOME
+    assert "TMPDIR" not in DOCKERFILE + str(COMPOSE) + str(docker_job())  # it would move them
+    # Sockets are shared as well: they lie in the home, not in a container's own /tmp.
+    assert choose_sockets_folder(Path(HOME) / "run") == Path(HOME) / "run" / "sockets"
+
+
+def test_a_docker_job_gets_the_secrets_of_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = COMPOSE["services"]["worker"]
+    assert worker["secrets"] == ["TUNESERVE_API_KEY", "TUNESERVE_WEBHOOK", "HF_TOKEN"]
+    files = {f"/run/secrets/{n}": COMPOSE["secrets"][n]["file"] for n in worker["secrets"]}
+    monkeypatch.setenv("TUNESERVE_ROOT", "/checkout")
+    volumes = apply_values(docker_job()["volumes"], {})  # what `prefect deploy` makes of them
+    given = {at: what for at, what in mounts(volumes).items() if at.startswith("/run/secrets")}
+    assert given == {at: f"/checkout/deploy/{file}" for at, file in files.items()}
+    assert all(v.endswith(":ro") for v in volumes if "/run/secrets" in v)
+    assert "entrypoint" not in worker  # the image's, which makes variables of them
+    assert "entrypoint" not in docker_job()["container_create_kwargs"]
+    entry = re.findall(r"^ENTRYPOINT (.+)$", DOCKERFILE, re.MULTILINE)
+    assert [json.loads(line)[2:] for line in entry] == [["/opt/tuneserve/deploy/with-secrets.sh"]]
+    assert os.access(DEPLOY / "with-secrets.sh", os.X_OK)
+    # The worker is outside, where the server has another address, and Docker refuses the host
+    # entry that Prefect adds for a local one beside the network of another container.
+    for name in ("PREFECT_API_URL", "PREFECT_HOME"):
+        expected = {**image_variables(), **worker["environment"]}[name]
+        assert docker_job()["env"][name] == expected
+    assert docker_job()["env"]["PREFECT_CLIENT_MAX_RETRIES"] == "10"
+    text = (DEPLOY / "compose.yaml").read_text()
+    for secret in COMPOSE["secrets"].values():
+        assert re.search(rf"^# .* deploy/{secret['file']}\b", text, re.MULTILINE)
+    assert "deploy/secrets" in (ROOT / ".dockerignore").read_text().split()
+
+
+def with_secrets(folder: Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    script = (DEPLOY / "with-secrets.sh").read_text()
+    return subprocess.run(
+        ["/bin/sh", "-c", script, "with-secrets.sh", "/usr/bin/env", "-0"],
+        env={"TUNESERVE_SECRETS": str(folder), "KEPT": "1"},
+        capture_output=True,
+        text=True,
+        cwd="/",
+        **options,
+    )
+
+
+def test_files_of_secrets_become_variables(tmp_path: Path) -> None:
+    (tmp_path / "TUNESERVE_API_KEY").write_text("a key with $HOME and 'quotes'\n")
+    (tmp_path / "HF_TOKEN").write_text("\n")
+    (tmp_path / "postgres_password").write_text("of another\n")
+    (tmp_path / "TUNESERVE_WEBHOOK").mkdir()  # what Docker makes of a file that is not there
+    done = with_secrets(tmp_path)
+    found = dict(entry.split("=", 1) for entry in done.stdout.rstrip("\0").split("\0"))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert {n: v for n, v in found.items() if n not in ("PWD", "OLDPWD", "SHLVL", "_")} == {
+        "TUNESERVE_SECRETS": str(tmp_path),
+        "KEPT": "1",
+        "TUNESERVE_API_KEY": "a key with $HOME and 'quotes'",
+    }
+    assert with_secrets(tmp_path / "none").returncode == 0
+
+
+def test_a_secret_that_the_container_cannot_read_is_named() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        secret = Path(folder, "TUNESERVE_API_KEY")
+        secret.write_text("key")
+        secret.chmod(0o000)
+        other = {"user": 10001} if os.geteuid() == 0 else {}
+        done = with_secrets(Path(folder), **other)
+    assert done.returncode == 2 and done.stdout == ""
+    assert f"{secret}: user {other.get('user', os.geteuid())} cannot read it" in done.stderr
+    assert "chmod 644" in done.stderr
+
+
 def test_who_trains_or_serves_over_several_cards_has_shared_memory() -> None:
     """NCCL and vLLM's workers use /dev/shm, of which a container has 64 MiB by itself."""
     services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
@@ -109,92 +211,6 @@ def test_the_systemd_unit_is_one_that_systemd_takes(tmp_path: Path) -> None:
         ["systemd-analyze", "verify", unit], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
-
-
-@pytest.mark.parametrize("path", KUBERNETES, ids=lambda path: path.name)
-def test_a_manifest_fits_its_schema(path: Path) -> None:
-    import kubernetes_validate
-
-    documents = list(yaml.safe_load_all(path.read_text()))
-    for document in documents:
-        kubernetes_validate.validate(document, "1.31", strict=True)
-        if document["kind"] != "Namespace":
-            assert document["metadata"]["namespace"] == "tuneserve"
-
-
-def manifests() -> list[dict[str, Any]]:
-    return [doc for path in KUBERNETES for doc in yaml.safe_load_all(path.read_text())]
-
-
-def test_the_serving_deployment_is_ready_only_when_a_token_came_out() -> None:
-    (vllm,) = [d for d in manifests() if d["metadata"]["name"] == "tuneserve-vllm" and "template" in d["spec"]]  # noqa: E501  # fmt: skip
-    pod = vllm["spec"]["template"]["spec"]
-    (container,) = pod["containers"]
-    probe = container["readinessProbe"]["exec"]["command"][-1]
-    compile(probe, "probe", "exec")
-    assert "/v1/completions" in probe and '"max_tokens": 1' in probe
-    assert vllm["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
-    startup = container["startupProbe"]
-    assert startup["periodSeconds"] * startup["failureThreshold"] >= 900  # compiling takes minutes
-    drain = next(a for a in container["args"] if a.startswith("--shutdown-timeout="))
-    assert pod["terminationGracePeriodSeconds"] > int(drain.split("=")[1]) + 10
-    (service,) = [d for d in manifests() if d["kind"] == "Service"]
-    assert service["spec"]["selector"] == vllm["spec"]["template"]["metadata"]["labels"]
-
-
-def test_a_job_has_a_gpu_and_the_artifact_volume() -> None:
-    template = json.loads((DEPLOY / "k8s" / "base-job-template.json").read_text())
-    variables = template["variables"]["properties"]
-    used = set(re.findall(r"\{\{ (\w+) \}\}", json.dumps(template["job_configuration"])))
-    assert used <= set(variables), "a placeholder without a variable"
-    job = template["job_configuration"]["job_manifest"]
-
-    def filled(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: filled(inner) for key, inner in value.items()}
-        if isinstance(value, list):
-            return [filled(inner) for inner in value]
-        match = re.fullmatch(r"\{\{ (\w+) \}\}", value) if isinstance(value, str) else None
-        if not match:
-            return value.replace("{{ name }}", "run") if isinstance(value, str) else value
-        example = {"labels": {}, "env": [], "command": ["true"], "cpu_limit": "8"}
-        return example.get(match[1], variables[match[1]].get("default"))
-
-    made = filled(job)
-    import kubernetes_validate
-
-    kubernetes_validate.validate(made, "1.31", strict=True)
-    pod = made["spec"]["template"]["spec"]
-    (container,) = pod["containers"]
-    assert container["resources"]["limits"]["nvidia.com/gpu"] == 1
-    (claim,) = [d for d in manifests() if d["kind"] == "PersistentVolumeClaim"]
-    assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
-    assert container["volumeMounts"][0]["mountPath"] == "/var/lib/tuneserve"
-    accounts = [d["metadata"]["name"] for d in manifests() if d["kind"] == "ServiceAccount"]
-    assert pod["serviceAccountName"] in accounts
-
-
-def point_deployment() -> ModuleType:
-    path = DEPLOY / "k8s" / "point_deployment.py"
-    spec = importlib.util.spec_from_file_location("point_deployment", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_a_promotion_points_the_deployment_at_the_model() -> None:
-    change = point_deployment().patch("/var/lib/tuneserve/store/quantized-1", "r0007")
-    (vllm,) = [d for d in manifests() if d["metadata"]["name"] == "tuneserve-vllm" and "template" in d["spec"]]  # noqa: E501  # fmt: skip
-    (container,) = vllm["spec"]["template"]["spec"]["containers"]
-    (changed,) = change["spec"]["template"]["spec"]["containers"]
-    assert changed["name"] == container["name"]
-    assert {e["name"] for e in changed["env"]} < {e["name"] for e in container["env"]}
-    role = next(
-        d for d in manifests() if d["kind"] == "Role" and d["metadata"]["name"] == "tuneserve-job"
-    )
-    assert role["rules"][0]["resourceNames"] == [vllm["metadata"]["name"]]
-    assert "patch" in role["rules"][0]["verbs"]
 
 
 def test_the_tools_of_these_tests_are_in_the_lock() -> None:
