@@ -54,7 +54,11 @@ def finetune_to_serve(
     """
     if run is None:
         if not run_file:
-            raise RunFileError("neither run_file nor run is given", hint="give one of them")
+            raise RunFileError(
+                "neither run_file nor run is given",
+                expected="one of the two",
+                hint="give one of them",
+            )
         run = load_run_file(Path(run_file))
     id = str(runtime.flow_run.id)
     results: list[StageResult] = []

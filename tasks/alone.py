@@ -66,6 +66,7 @@ def alone(run: RunFile, flow_run_id: str) -> Iterator[None]:
                 elif time.monotonic() >= deadline:
                     raise DeviceBusy(
                         f"the served name {run.serve.name!r} is held by {other}",
+                        expected="one run at a time",
                         hint="wait until that run has ended, cancel it, or set overlap.when_busy: "
                         "wait",
                     ) from error

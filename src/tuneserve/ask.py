@@ -56,7 +56,9 @@ def ask_endpoint(
         )
     except openai.OpenAIError as error:
         raise ServerError(
-            f"{endpoint} did not answer: {error}", hint="see `tuneserve logs`"
+            f"{endpoint} did not answer: {error}",
+            expected="an endpoint that serves a model",
+            hint="see `tuneserve logs`",
         ) from error
     choice = reply.choices[0]
     return {

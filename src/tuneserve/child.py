@@ -44,7 +44,12 @@ def run_request(name: str, request_path: Path, result_path: Path) -> int:
         return error.exit_status
     except MemoryError as error:
         return _fail(
-            result_path, OutOfMemory(f"out of memory ({error})", hint="see `tuneserve plan`")
+            result_path,
+            OutOfMemory(
+                f"out of memory ({error})",
+                expected="as much memory as the plan counts",
+                hint="see `tuneserve plan`",
+            ),
         )
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -53,7 +58,9 @@ def run_request(name: str, request_path: Path, result_path: Path) -> int:
         return _fail(
             result_path,
             DiskFull(
-                f"the disk is full{where}", hint="free some space and run the same command again"
+                f"the disk is full{where}",
+                expected="as much free disk as the plan counts",
+                hint="free some space and run the same command again",
             ),
         )
     except RuntimeError as error:
@@ -63,7 +70,9 @@ def run_request(name: str, request_path: Path, result_path: Path) -> int:
         return _fail(
             result_path,
             OutOfMemory(
-                f"out of device memory: {str(error).splitlines()[0]}", hint="see `tuneserve plan`"
+                f"out of device memory: {str(error).splitlines()[0]}",
+                expected="as much GPU memory as the plan counts",
+                hint="see `tuneserve plan`",
             ),
         )
     write_json_atomic(result_path, result)

@@ -178,6 +178,7 @@ def _releases(home: Path) -> list[tuple[str, str]]:
     except (OSError, ValueError) as error:
         raise InputError(
             f"{path} cannot be read ({error}), so nobody knows what serves",
+            expected="the state as `tuneserve` wrote it",
             hint="mend or move the file, then run the command again",
         ) from error
     entries = state["names"].values()

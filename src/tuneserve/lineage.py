@@ -79,6 +79,7 @@ def trace(store: Store, text: str, *, verify: bool = False) -> dict[str, Any]:
     if verify and store.find(artifact.id, rehash=True) is None:
         raise InputError(
             f"{artifact.id}: its files are not the ones it was made with; it was set aside",
+            expected="files with the hashes of the manifest",
             hint="run the stage that made it again",
         )
     manifest = artifact.manifest

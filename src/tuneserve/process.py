@@ -195,6 +195,7 @@ def run_child(
         os.close(writing)
         raise InputError(
             f"{command[0]} cannot be started ({error.strerror})",
+            expected="a Python interpreter",
             hint="check engines.*.python in the run file",
         ) from error
     os.close(reading)

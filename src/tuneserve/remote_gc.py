@@ -160,6 +160,7 @@ def _users(system: Any, root: str, objects: Mapping[str, int]) -> list[dict[str,
                 raise InputError(
                     f"{root}/{name} cannot be read ({error}), so nobody knows what that machine "
                     "needs",
+                    expected="a list as `tuneserve` wrote it",
                     hint="remove that object, and run `tuneserve gc --remote` on that machine",
                 ) from error
     return found

@@ -35,7 +35,9 @@ def load_run_file(path: Path) -> RunFile:
         ) from error
     except UnicodeDecodeError as error:
         raise RunFileError(
-            f"{path}: byte {error.start} is not UTF-8", hint="save the file as UTF-8"
+            f"{path}: byte {error.start} is not UTF-8",
+            expected="UTF-8",
+            hint="save the file as UTF-8",
         ) from error
     try:
         data = yaml.load(text, Loader=_StrictLoader)  # a SafeLoader that also refuses repeated keys
@@ -101,6 +103,7 @@ def _all_problems(error: ValidationError, source: str) -> RunFileError:
     count = "1 field is wrong" if len(problems) == 1 else f"{len(problems)} fields are wrong"
     return RunFileError(
         f"{source}: {count}\n  " + "\n  ".join(problems),
+        expected="fields and values as docs/run-file.md has them",
         hint="mend the fields named; docs/run-file.md describes all of them",
         details={"fields": [_field_path(item["loc"]) for item in error.errors()]},
     )

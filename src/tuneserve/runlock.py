@@ -85,6 +85,7 @@ def _locked(what: str, path: Path, holder: str, deadline: float) -> Iterator[Non
                 if time.monotonic() >= deadline:
                     raise DeviceBusy(
                         f"{what} is held by {other}",
+                        expected="one run at a time",
                         hint="wait until that run has ended, cancel it, or set overlap.when_busy: "
                         "wait",
                     ) from error
@@ -125,6 +126,7 @@ def _open(path: Path) -> IO[str]:
     except OSError as error:
         raise InputError(
             f"{path} cannot be opened ({error.strerror})",
+            expected="a file that this user may write",
             hint="remove that file, or ask its owner to",
         ) from error
     return os.fdopen(descriptor, "r+", encoding="utf-8")

@@ -31,6 +31,7 @@ def _versions_elsewhere(
     except (OSError, subprocess.SubprocessError) as error:
         raise InputError(
             f"{interpreter} cannot be asked for its packages ({error})",
+            expected="a Python interpreter",
             hint="check engines.*.python in the run file",
         ) from error
     return tuple((name, version) for name, version in json.loads(done.stdout))

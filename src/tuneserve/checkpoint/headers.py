@@ -112,7 +112,9 @@ def read_header(path: Path) -> Shard:
                 )
             raw = stream.read(length)
     except OSError as error:
-        raise ModelError(f"{path}: cannot be read ({error.strerror})") from error
+        raise ModelError(
+            f"{path}: cannot be read ({error.strerror})", expected="a file that this user may read"
+        ) from error
     try:
         header = json.loads(raw, object_pairs_hook=_unique_keys)
     except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
@@ -263,13 +265,19 @@ def _read_index(folder: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: cannot be read as JSON ({error})") from error
+        raise ModelError(
+            f"{path}: cannot be read as JSON ({error})",
+            expected="the index as transformers saves it",
+        ) from error
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{path}: has no weight_map", expected="tensor names and their files")
     outside = sorted({str(v) for v in weight_map.values() if Path(str(v)).name != v})
     if outside:
-        raise ModelError(f"{path}: names files outside its folder: {_some(outside)}")
+        raise ModelError(
+            f"{path}: names files outside its folder: {_some(outside)}",
+            expected="names of files in the same folder",
+        )
     return dict(index)
 
 
@@ -289,6 +297,7 @@ def _refuse_missing(folder: Path, missing: list[str]) -> None:
     if missing:
         raise ModelError(
             f"{folder}: {INDEX_NAME} names files that are not there: {_some(missing)}",
+            expected="all files that the index names",
             hint="finish the download or the copy",
             details={"missing": missing},
         )

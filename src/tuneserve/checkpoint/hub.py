@@ -169,13 +169,19 @@ def _hub_error(model: ModelSection, error: BaseException) -> TuneserveError:
     if isinstance(error, errors.GatedRepoError):
         return HubRefused(
             f"{name}: the hub gives it only to users who accepted its terms",
+            expected="a token of a user who accepted them",
             hint="accept them on the model's page, then set HF_TOKEN to your token",
         )
     if isinstance(error, errors.RevisionNotFoundError):
-        return HubRefused(f"{name}: there is no such revision", hint="mend model.revision")
+        return HubRefused(
+            f"{name}: there is no such revision",
+            expected="a commit, tag or branch of the repository",
+            hint="mend model.revision",
+        )
     if isinstance(error, errors.RepositoryNotFoundError):
         return HubRefused(
             f"{name}: not found on the hub, or private",
+            expected="a model that is there, and a token that may read it",
             hint="check the spelling of model.base; for a private model set HF_TOKEN",
         )
     status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else 0
@@ -188,11 +194,13 @@ def _hub_error(model: ModelSection, error: BaseException) -> TuneserveError:
     if status:
         return HubError(
             f"{name}: the hub answered HTTP {status}, and its cache here does not hold the model",
+            expected="a hub that gives the files",
             hint="try again later; what was downloaded is kept",
         )
     return HubError(
         f"{name}: the hub cannot be reached, and its cache here does not hold the model "
         f"({type(error).__name__})",
+        expected="a hub that answers, or the whole model in its cache",
         hint="check the network, or set model.base to a directory with the model",
     )
 

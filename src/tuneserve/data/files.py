@@ -109,9 +109,15 @@ def _expand_remote(path: str) -> tuple[list[str], str]:
         else:
             matches = [place] if system.exists(place) else []
     except (ImportError, ValueError) as error:  # an unknown protocol, or its package is missing
-        raise DataError(f"{path}: {error}", hint="install the package for this protocol") from error
+        raise DataError(
+            f"{path}: {error}",
+            expected="a path, or a URL of a protocol that fsspec knows",
+            hint="install the package for this protocol",
+        ) from error
     except OSError as error:
-        raise DataError(f"{path}: cannot be reached ({error})") from error
+        raise DataError(
+            f"{path}: cannot be reached ({error})", expected="a place that answers"
+        ) from error
     files = [str(system.unstrip_protocol(p)) for p in matches]
     return files, "" if files else f"{path}: there is nothing"
 
@@ -129,7 +135,10 @@ def open_raw(path: str) -> IO[bytes]:
 
         return cast("IO[bytes]", fsspec.open(path, "rb").open())
     except OSError as error:
-        raise DataError(f"{path}: cannot be opened ({error.strerror or error})") from error
+        raise DataError(
+            f"{path}: cannot be opened ({error.strerror or error})",
+            expected="a file that this user may read",
+        ) from error
 
 
 def unpack(path: str, raw: IO[bytes]) -> IO[bytes]:

@@ -69,6 +69,7 @@ def run_blocks(
         except BrokenProcessPool as error:
             raise OutOfMemory(
                 "a validation worker was killed, probably for its memory",
+                expected="memory for one process a core",
                 hint="close other programs, or use fewer processes",
             ) from error
         finally:

@@ -102,7 +102,9 @@ def finish_tokenizer(
         template = ChatTemplate(answer["sources"], answer["variables"])
     except jinja2.TemplateError as error:
         raise ModelError(
-            f"the chat template is not valid Jinja: {error}", hint="mend model.chat_template"
+            f"the chat template is not valid Jinja: {error}",
+            expected="a Jinja template",
+            hint="mend model.chat_template",
         ) from error
     engine = Engine(backend, stop_ids=stops, vocab_rows=vocab_rows, bos_id=answer["bos_id"])
     check_parity(template, engine, answer["renderings"])
@@ -135,7 +137,10 @@ def _answer(child: subprocess.Popen[str], path: Path, base: Path) -> dict[str, A
     except subprocess.TimeoutExpired as error:
         child.kill()
         child.communicate()
-        raise ModelError(f"{base}: the tokenizer did not load in {_CHILD_SECONDS} s") from error
+        raise ModelError(
+            f"{base}: the tokenizer did not load in {_CHILD_SECONDS} s",
+            expected="a tokenizer that loads in seconds",
+        ) from error
     if child.returncode:
         last = next((line for line in reversed(errors.splitlines()) if line.strip()), "no message")
         raise ModelError(
@@ -146,7 +151,9 @@ def _answer(child: subprocess.Popen[str], path: Path, base: Path) -> dict[str, A
     answer: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if "error" in answer:
         raise ModelError(
-            f"{base}: {answer['error']}", hint="set model.chat_template, or choose another base"
+            f"{base}: {answer['error']}",
+            expected="a tokenizer and a template that go together",
+            hint="set model.chat_template, or choose another base",
         )
     return answer
 

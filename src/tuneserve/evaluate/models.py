@@ -109,6 +109,7 @@ def _load(name: str, context: StageContext, device: torch.device) -> Any:
     except (ValueError, RuntimeError, OSError) as error:
         raise AdapterError(
             f"{adapter}: cannot be loaded onto the base ({error})",
+            expected="an adapter of this base",
             hint="train again on this base",
         ) from error
     for name_, parameter in wrapped.named_parameters():

@@ -106,6 +106,7 @@ def open_base(name: str, scratch: Path, *, search_from: Path) -> Base:
         if known is None:
             raise HubError(
                 error.message,
+                expected=error.expected,
                 hint="check the network, or give --base a folder with the model",
             ) from error
         log.warning("%s: the hub does not answer; planning with its published shape", name)

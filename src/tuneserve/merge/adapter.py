@@ -151,7 +151,11 @@ def open_adapter(folder: Path) -> Adapter:
         )
     shard = read_header(path)
     if not shard.tensors:
-        raise AdapterError(f"{path}: holds no tensors", hint="train again; nothing was saved")
+        raise AdapterError(
+            f"{path}: holds no tensors",
+            expected="the adapter's weights, as PEFT saves them",
+            hint="train again; nothing was saved",
+        )
     return _sort_tensors(folder, config, shard)
 
 
@@ -169,7 +173,10 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{path}: cannot be read as JSON ({error})", expected="an adapter saved by PEFT"
         ) from error
     if not isinstance(config, dict):
-        raise AdapterError(f"{path}: holds a JSON {type(config).__name__}, not an object")
+        raise AdapterError(
+            f"{path}: holds a JSON {type(config).__name__}, not an object",
+            expected="an object, as PEFT saves it",
+        )
     return config
 
 

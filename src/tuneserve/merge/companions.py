@@ -116,9 +116,14 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: cannot be read as JSON ({error})") from error
+        raise ModelError(
+            f"{path}: cannot be read as JSON ({error})", expected="JSON, as transformers saves it"
+        ) from error
     if not isinstance(data, dict):
-        raise ModelError(f"{path}: holds a JSON {type(data).__name__}, not an object")
+        raise ModelError(
+            f"{path}: holds a JSON {type(data).__name__}, not an object",
+            expected="an object, as transformers saves it",
+        )
     return data
 
 

@@ -91,7 +91,10 @@ class TileEngine:
             data = bytearray((end - begin) * row_bytes)
             offset = source.begin + begin * row_bytes
             if read_into(self._open(source.file), memoryview(data), offset) < len(data):
-                raise ModelError(f"{source.file}: became shorter while it was read")
+                raise ModelError(
+                    f"{source.file}: became shorter while it was read",
+                    expected="files that nothing writes to meanwhile",
+                )
             flat = torch.frombuffer(data, dtype=TORCH_DTYPES[source.dtype])
             rows = flat.view(end - begin, *source.shape[1:]).to(TORCH_DTYPES[output.dtype])
             if rounds:

@@ -33,7 +33,11 @@ def merge_in_memory(
         OutOfMemory: The model is larger than the free memory.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise OutputExists(f"{out}: is not empty", hint="choose another folder, or remove this one")
+        raise OutputExists(
+            f"{out}: is not empty",
+            expected="a folder that is new or empty",
+            hint="choose another folder, or remove this one",
+        )
     checkpoint = Checkpoint.open(base)
     config = small.read_json(base / "config.json")
     read_config(adapter)
@@ -95,6 +99,7 @@ def _check_memory(checkpoint: Checkpoint) -> None:
     if free < needed:
         raise OutOfMemory(
             f"merging in memory needs about {human_bytes(needed)}, {human_bytes(free)} are free",
+            expected="room for the whole model",
             hint="merge without --in-memory, or on a larger machine",
             details={"needed_bytes": needed, "free_bytes": free},
         )
@@ -109,10 +114,15 @@ def _merge_and_save(base: Path, adapter: Path, part: Path) -> None:
     try:
         merged = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
     except (ValueError, RuntimeError, NotImplementedError, TypeError, KeyError) as error:
-        raise AdapterError(f"{adapter}: PEFT cannot merge it: {error}") from error
+        raise AdapterError(
+            f"{adapter}: PEFT cannot merge it: {error}", expected="an adapter that PEFT can merge"
+        ) from error
     bad = [n for n, p in merged.named_parameters() if not bool(torch.isfinite(p).all())]
     if bad:
-        raise AdapterError(f"{adapter}: merged weights are not finite: {', '.join(bad[:5])}")
+        raise AdapterError(
+            f"{adapter}: merged weights are not finite: {', '.join(bad[:5])}",
+            expected="finite weights",
+        )
     merged.generation_config.do_sample = True  # what is saved here is replaced by the checked one
     merged.save_pretrained(part, max_shard_size="5GB")
     (part / "generation_config.json").unlink(missing_ok=True)

@@ -121,7 +121,9 @@ def _nf4_settings(adapter: Path) -> tuple[dict[str, Any], frozenset[str]]:
             hint="merge onto the original weights (--base-weights original)",
         )
     if settings.get("quant_type", "nf4") not in ("nf4", "fp4"):
-        raise AdapterError(f"{path}: quant_type {settings['quant_type']!r} is not known")
+        raise AdapterError(
+            f"{path}: quant_type {settings['quant_type']!r} is not known", expected="nf4"
+        )
     return dict(settings), frozenset(modules)
 
 
@@ -136,6 +138,7 @@ def _check_aliases(plan: MergePlan) -> None:
             raise AdapterError(
                 f"{first.file}: {first.name} and {second.name} are one parameter of the model, "
                 "but hold different values",
+                expected="one value, since the model ties them",
                 hint="train again with ensure_weight_tying, or without tying",
             )
 

@@ -86,6 +86,7 @@ def verify(folder: Path) -> dict[str, Any]:
     if problems:
         raise ModelError(
             f"{folder}: does not match its {PROOF_NAME}: {'; '.join(problems[:10])}",
+            expected="the files as the merge wrote them",
             hint="merge again; the folder was changed after the merge",
             details={"problems": problems},
         )

@@ -151,6 +151,7 @@ def _check_disk(out: Path, job: Job, journal: Journal) -> None:
     if free < needed:
         raise DiskFull(
             f"{out}: {human_bytes(needed)} ({needed} bytes) needed, {human_bytes(free)} free",
+            expected=f"{human_bytes(needed)} free",
             hint="make room or choose another disk, then run the same command again",
             details={"needed_bytes": needed, "free_bytes": free},
         )

@@ -188,6 +188,7 @@ class ShardStream:
             if file.read(buffer, piece.read_offset, piece.read_bytes) < piece.read_bytes:
                 raise ModelError(
                     f"{shard.source.file}: became shorter while it was read",
+                    expected="files that nothing writes to meanwhile",
                     hint="run again when nothing writes to the base",
                 )
             channel.read.put((piece, buffer))
@@ -245,6 +246,7 @@ def _readable(error: BaseException, part: Path) -> BaseException:
         free = os.statvfs(part.parent)
         return DiskFull(
             f"{part.parent}: no room left for {part.name} ({error.strerror})",
+            expected="room for the whole output",
             hint=f"{human_bytes(free.f_bavail * free.f_frsize)} are free; make room, run again",
             details={"free_bytes": free.f_bavail * free.f_frsize},
         )

@@ -109,7 +109,9 @@ def _read_exactly(descriptor: int, view: memoryview, offset: int) -> None:
         count = os.preadv(descriptor, [view[done:]], offset + done)
         if not count:
             raise AdapterError(
-                "the adapter's weights changed while they were read", hint="run again"
+                "the adapter's weights changed while they were read",
+                expected="files that nothing writes to meanwhile",
+                hint="run again",
             )
         done += count
 

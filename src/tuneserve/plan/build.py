@@ -209,6 +209,7 @@ def plan_for(
     if found:
         raise RunFileError(
             f"run {run.name} cannot work as it is:\n  " + "\n  ".join(found),
+            expected="a run that could end well",
             hint="mend the fields named",
             details={"problems": found},
         )

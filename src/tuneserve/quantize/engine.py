@@ -109,6 +109,7 @@ def run_gptqmodel(
     raise OutOfMemory(
         f"{run.place()}: out of memory with one calibration row of at most "
         f"{max(map(len, rows))} tokens at a time",
+        expected="memory for one calibration row",
         hint="lower quantize.calibration_max_tokens, or free memory on the device",
     )
 

@@ -93,7 +93,9 @@ def quantize_model(
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise OutputExists(
-            f"{out} exists and is not empty", hint="name a new folder, or remove this one"
+            f"{out} exists and is not empty",
+            expected="a folder that is new or empty",
+            hint="name a new folder, or remove this one",
         )
     out.parent.mkdir(parents=True, exist_ok=True)
     provisional = out.with_name(f".{out.name}.{os.getpid()}")

@@ -19,11 +19,11 @@ import torch
 from transformers import AutoTokenizer, set_seed
 
 from tuneserve.checkpoint.basecheck import read_config
-from tuneserve.errors import AdapterError, DataError, ModelError, OutOfMemory
+from tuneserve.errors import AdapterError, ModelError, OutOfMemory, TrainingDiverged
 from tuneserve.lm import hardware
 from tuneserve.lm.load import load_base, nf4_settings, quantized_modules
-from tuneserve.lm.loss import pad_rows, row_losses
-from tuneserve.lm.rows import Rows
+from tuneserve.lm.loss import row_losses
+from tuneserve.lm.rows import Rows, check_ids
 from tuneserve.plan import calibrate
 from tuneserve.plan.arch import arch_from_config
 from tuneserve.plan.machine import first_gpu
@@ -86,7 +86,10 @@ class Attempt:
             trainer = self._trainer(model, order, watch)
             best = Best(self.context.work / "best") if train.keep == "best" else None
             if train.eval_steps and len(self.held_out):
-                watch.evaluate = (train.eval_steps, lambda: self._held_out_loss(model))
+                watch.evaluate = (
+                    train.eval_steps,
+                    lambda step: self._held_out_loss(model, step, watch.beat),
+                )
             if best and collective.rank() == 0:
                 watch.best = lambda step, loss: best.offer(model, step, loss)
             self.timeline.phase("smoke")
@@ -104,7 +107,7 @@ class Attempt:
             except (OSError, ModelError) as error:  # a trained adapter is worth more than a point
                 log.info("no point is left for plan --calibrate (%s)", error)
         self.timeline.phase("evaluate")
-        loss = self._held_out_loss(model) if len(self.held_out) else None
+        loss = self._held_out_loss(model, self.recipe.steps) if len(self.held_out) else None
         self.timeline.phase("save")
         if collective.rank():
             return {}  # rank 0 writes, and speaks for all
@@ -129,13 +132,7 @@ class Attempt:
         )
         vocabulary = model.get_input_embeddings().weight.shape[0]
         for name, rows in (("train", self.rows), ("eval", self.held_out)):
-            if len(rows.ids) and int(rows.ids.max()) >= vocabulary:
-                raise DataError(
-                    f"{name}.parquet: token id {int(rows.ids.max())} is beyond the model's "
-                    f"{vocabulary} embeddings",
-                    expected="rows tokenized with the tokenizer of this base",
-                    hint="run `tuneserve validate` with this base",
-                )
+            check_ids(rows, vocabulary, f"{name}.parquet")
         return model, dtype
 
     def _trainer(self, model: Any, order: Sequence[int], watch: Watch) -> RowTrainer:
@@ -171,17 +168,42 @@ class Attempt:
             checkpoints.check_shape(found[0], self.recipe.shape)
         return found
 
-    def _held_out_loss(self, model: Any) -> float:
+    def _held_out_loss(
+        self, model: Any, step: int, beat: Callable[[], None] = lambda: None
+    ) -> float:
+        """Mean nats per supervised token after `step`; `beat` is called after every batch.
+
+        Raises:
+            TrainingDiverged: It is not finite, on every rank alike.
+        """
         count = min(len(self.held_out), self.context.run.gates.eval_rows)
         mine = range(collective.rank(), count, collective.ranks())
         training = model.training
         model.eval()
         try:
-            found = row_losses(model, self.held_out, mine)
+            found = row_losses(model, self.held_out, mine, done=lambda rows: beat())
         finally:
             model.train(training)
-        nats, tokens = collective.totals([found.sums.sum(), found.counts.sum()])
+        bad = np.zeros(count)
+        bad[list(mine)] = ~np.isfinite(found.sums)
+        nats, tokens, *bad_anywhere = collective.totals(
+            [found.sums.sum(), found.counts.sum(), *bad.tolist()]
+        )
+        if any(bad_anywhere):
+            raise self._diverged(step, np.flatnonzero(bad_anywhere).tolist(), count)
         return nats / tokens
+
+    def _diverged(self, step: int, rows: list[int], count: int) -> TrainingDiverged:
+        sources = [self.held_out.sources[row] for row in rows]
+        return TrainingDiverged(
+            f"step {step}: the loss of {len(rows)} of {count} held-out rows is not finite: "
+            f"{', '.join(sources[:8])}"
+            + (f" and {len(sources) - 8} more" if len(sources) > 8 else ""),
+            expected="a finite loss of every held-out row",
+            hint="look at these rows; if they are fine, lower train.learning_rate or raise "
+            "train.warmup_fraction; nothing was saved",
+            details={"step": step, "rows": sources[:64]},
+        )
 
     def _save(
         self, model: Any, dtype: torch.dtype, quantized: list[str], eval_loss: float | None
@@ -233,6 +255,7 @@ class Attempt:
         if len(losses) != self.recipe.steps:
             raise AdapterError(
                 f"{len(losses)} of {self.recipe.steps} steps were trained",
+                expected="all steps",
                 hint="run the same command again: it goes on from the last checkpoint",
             )
         return metrics
@@ -290,7 +313,7 @@ def smoke_step(
     model = trainer.model
     longest = np.argsort(-rows.lengths, kind="stable")[: recipe.micro_batch].tolist()
     place = next(model.parameters()).device
-    batch = {k: v.to(place) for k, v in pad_rows(rows, longest, 8).items()}
+    batch = {k: v.to(place) for k, v in trainer.pad(longest).items()}
     if checkpointing:
         model.gradient_checkpointing_enable(trainer.args.gradient_checkpointing_kwargs)
     model.train()

@@ -231,6 +231,7 @@ def _error(outcomes: Mapping[int, Mapping[str, Any]], died: Mapping[int, int]) -
         if outcome.get("errno") in (errno.ENOSPC, errno.EDQUOT):
             return DiskFull(
                 f"rank {rank}: the disk is full",
+                expected="free disk for checkpoints",
                 hint="free some space and run the same command again",
             )
     for rank, status in sorted(died.items()):

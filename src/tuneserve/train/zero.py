@@ -141,6 +141,7 @@ def load_state(model: Any, optimizer: Any, folder: Path) -> int:
             if missing:
                 raise AdapterError(
                     f"{STATE}: no state of {len(missing)} parameters, first {missing[0]}",
+                    expected="the state of every trained parameter",
                     hint="remove the checkpoint and train again",
                 )
             _make_state(optimizer.optimizer, share.flat)
