@@ -164,6 +164,7 @@ class Store:
         if artifact is None:
             raise InputError(
                 f"artifact {id!r} is damaged and was set aside",
+                expected="files with the hashes of the manifest",
                 hint="run the stage that made it again",
             )
         return artifact
