@@ -193,6 +193,7 @@ def test_who_trains_or_serves_over_several_cards_has_shared_memory() -> None:
     """NCCL and vLLM's workers use /dev/shm, of which a container has 64 MiB by itself."""
     services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
     assert {n for n, s in services.items() if "shm_size" in s} == {"serve", "worker"}
+    assert docker_job()["container_create_kwargs"]["shm_size"] == "8g"
     for name in ("vllm.yaml", "base-job-template.json"):
         assert "/dev/shm" in (DEPLOY / "k8s" / name).read_text()
 
