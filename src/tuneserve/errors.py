@@ -20,6 +20,7 @@
     |   |   +-- HubRefused             it answered no: not found, no access, no such revision
     |   +-- ServerError                vLLM, the gateway or the process keeper failed
     |   +-- StoreError                 the object store of store.remote failed
+    |   |   +-- StoreRefused           it answered no: no bucket, no access, no credentials
     |   +-- PortTaken                  somebody else listens on the address
     |   +-- StageTimeout               a stage took longer than its limit
     +-- StageCrashed          exit 1   a child process died without saying why: our bug
@@ -222,6 +223,13 @@ class StoreError(ServiceError):
     """The object store that `store.remote` names did not take or give an artifact."""
 
     usual_hint = "check store.remote, the credentials in the environment, and the service"
+
+
+class StoreRefused(StoreError):
+    """The object store answered no; asking again gives the same answer."""
+
+    retryable = False
+    usual_hint = "check store.remote, and the credentials in the environment"
 
 
 class PortTaken(ServiceError):

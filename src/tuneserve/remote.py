@@ -10,6 +10,7 @@ artifact; two uploads at once never mix; what is fetched is hashed before it cou
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import socket
@@ -20,12 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from tuneserve.artifacts import MANIFEST, Artifact, Store, file_sha256, home_id
-from tuneserve.errors import InputError, StoreError
+from tuneserve.errors import DiskFull, InputError, StoreError, StoreRefused
 from tuneserve.places import home
 
 log = logging.getLogger(__name__)
 
 USERS = ".users"
+_KEYS = {"stage", "files", "inputs", "metrics", "seconds", "remote"}
+# What S3 answers again to the same request with the same credentials.
+_NEVER = {"NoSuchBucket", "InvalidBucketName", "AuthorizationHeaderMalformed", "PermanentRedirect"}
+_NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"}
 
 
 class RemoteStore:
@@ -43,7 +48,7 @@ class RemoteStore:
         """Upload an artifact, unless it is there: files first, manifest last.
 
         Raises:
-            StoreError: The object store did not take it.
+            StoreError: The object store did not take it; `StoreRefused` where it never will.
         """
         with reported(self.url, "take"):
             system, root = self.open()
@@ -68,6 +73,7 @@ class RemoteStore:
 
         Raises:
             StoreError: The object store did not answer.
+            DiskFull: This machine has no room for it.
         """
         with reported(self.url, "give"):
             system, root = self.open()
@@ -78,6 +84,9 @@ class RemoteStore:
                 return None
             except ValueError:
                 self._drop(system, name, id, "its manifest cannot be read")
+                return None
+            if not _is_manifest(manifest):
+                self._drop(system, name, id, "its manifest lacks what every one has")
                 return None
             with store.lock(id):
                 if (found := store.find(id)) is not None:  # another process was faster
@@ -141,11 +150,40 @@ class reported:
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         # botocore's errors are no OSErrors, and importing it only to name them takes a second.
         foreign = type(error).__module__.split(".")[0] in ("botocore", "aiohttp", "s3fs")
-        if error is not None and (foreign or isinstance(error, OSError)):
-            raise StoreError(
-                f"{self.url} did not {self.verb} an artifact ({type(error).__name__}: {error})",
-                hint="check the address, the credentials in the environment and the service",
+        if error is None or not (foreign or isinstance(error, OSError)):
+            return
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DiskFull(
+                f"the disk is full while {self.url} should {self.verb} an artifact"
+                + (f" ({error.filename})" if error.filename else ""),
+                expected="free disk for the artifact",
             ) from error
+        refused = _is_refusal(error)
+        raise (StoreRefused if refused else StoreError)(
+            f"{self.url} did not {self.verb} an artifact ({type(error).__name__}: {error})",
+            hint="check that the bucket is there, and that the credentials in the environment "
+            "may read and write it"
+            if refused
+            else "check the address, the credentials in the environment and the service",
+        ) from error
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """Whether the service, or the lack of credentials, gives the same answer each time."""
+    cause = error.__cause__ if isinstance(error, OSError) else error  # s3fs keeps botocore's there
+    code = (getattr(cause, "response", None) or {}).get("Error", {}).get("Code")
+    names = {type(error).__name__, type(cause).__name__}
+    return isinstance(error, PermissionError) or code in _NEVER or bool(names & _NO_CREDENTIALS)
+
+
+def _is_manifest(found: Any) -> bool:
+    """Whether it holds what a stage reads of any manifest."""
+    if not isinstance(found, dict) or not _KEYS <= set(found):
+        return False
+    files = found["files"]
+    return isinstance(files, list) and all(
+        isinstance(entry, dict) and {"path", "size", "sha256"} <= set(entry) for entry in files
+    )
 
 
 def _fetch(system: Any, source: str, manifest: dict[str, Any], folder: Path) -> str:

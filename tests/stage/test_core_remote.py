@@ -19,7 +19,7 @@ import pytest
 from shim import executed, run_file
 from tuneserve.artifacts import Artifact, Store, artifact_id
 from tuneserve.calls import StageCall
-from tuneserve.errors import DataError, InputError, StoreError
+from tuneserve.errors import DataError, DiskFull, InputError, StoreError, StoreRefused
 from tuneserve.gc import Sweep, needed_by, sweep_text
 from tuneserve.places import home
 from tuneserve.process import run_stage
@@ -124,7 +124,7 @@ def test_a_broken_upload_is_no_artifact(
     assert remote.pull(Store(tmp_path / "two"), made.id) is not None
 
 
-@pytest.mark.parametrize("damage", ["bytes", "gone", "manifest", "outside"])
+@pytest.mark.parametrize("damage", ["bytes", "gone", "manifest", "keys", "no object", "outside"])
 def test_what_is_damaged_there_is_not_used_and_replaced(
     remote: RemoteStore, tmp_path: Path, damage: str
 ) -> None:
@@ -139,6 +139,10 @@ def test_what_is_damaged_there_is_not_used_and_replaced(
         system.rm_file(file)
     elif damage == "manifest":
         system.pipe_file(manifest, b'{"files": [')
+    elif damage == "keys":
+        system.pipe_file(manifest, b'{"stage": "make", "files": [{"path": "b.bin"}]}')
+    elif damage == "no object":
+        system.pipe_file(manifest, b"[1]")
     else:
         data = json.loads(system.cat_file(manifest))
         data["files"][0]["path"] = "../../outside"
@@ -173,11 +177,69 @@ def test_a_service_that_is_away_is_named(
     remote: RemoteStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = make(Store(tmp_path / "one"))
-    gone = RemoteStore("s3://no-such-bucket/x")
-    with pytest.raises(StoreError, match="no-such-bucket/x did not take") as caught:
-        gone.push(made)
-    assert caught.value.retryable and caught.value.exit_status == 5
+    with socket.socket() as nobody:  # bound, and never listening
+        nobody.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{nobody.getsockname()[1]}")
+        monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+        fsspec.config.conf.clear()
+        s3 = fsspec.get_filesystem_class("s3")
+        s3.clear_instance_cache()
+        monkeypatch.setattr(s3, "retries", 1)
+        with pytest.raises(StoreError, match="team did not take") as caught:
+            remote.push(made)
+    s3.clear_instance_cache()
+    assert type(caught.value) is StoreError and caught.value.retryable
+    assert caught.value.exit_status == 5
+
+
+@pytest.mark.parametrize("why", ["bucket", "credentials", "access"])
+def test_a_service_that_says_no_is_not_asked_again(
+    remote: RemoteStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    made = make(Store(tmp_path / "one"))
+    s3 = fsspec.get_filesystem_class("s3")
+    s3.clear_instance_cache()
+    if why == "bucket":
+        remote = RemoteStore("s3://no-such-bucket/x")
+    elif why == "credentials":
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.delenv(name)
+        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        monkeypatch.setenv("HOME", str(tmp_path))
+    else:
+        denied = {"Error": {"Code": "AccessDenied", "Message": "Access Denied"}}
+
+        def refuse(*_: object, **__: object) -> None:
+            from botocore.exceptions import ClientError
+            from s3fs.errors import translate_boto_error
+
+            raise translate_boto_error(ClientError(denied, "PutObject"))
+
+        monkeypatch.setattr(s3, "put_file", refuse)
+    with pytest.raises(StoreRefused, match=f"{remote.url} did not take") as caught:
+        remote.push(made)
+    s3.clear_instance_cache()
+    assert not caught.value.retryable and caught.value.exit_status == 5
     assert "testing" not in str(caught.value)
+
+
+def test_a_full_disk_here_is_not_the_services_fault(
+    remote: RemoteStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make(Store(tmp_path / "one"))
+    remote.push(made)
+
+    def full(source: str, target: str) -> None:
+        Path(target).write_text("half")
+        with open("/dev/full", "w") as stream:
+            stream.write("x" * 10_000)
+
+    monkeypatch.setattr(remote.open()[0], "get_file", full)
+    two = Store(tmp_path / "two")
+    with pytest.raises(DiskFull, match="the disk is full") as caught:
+        remote.pull(two, made.id)
+    assert not caught.value.retryable
+    assert not (two.root / made.id).exists() and not list((two.root / ".drafts").glob("*"))
 
 
 class Team:

@@ -32,6 +32,8 @@ def test_every_error_survives_the_child_protocol(name: str) -> None:
         (errors.GateRefused, 4, False),
         (errors.HubError, 5, True),
         (errors.HubRefused, 5, False),
+        (errors.StoreError, 5, True),
+        (errors.StoreRefused, 5, False),
         (errors.PortTaken, 5, False),
         (errors.StageCrashed, 1, False),
         (errors.StageKilled, 1, True),
