@@ -210,13 +210,15 @@ def _promote(context: Any) -> dict[str, Any]:
     model = context.inputs.get("quantized") or context.inputs["merged"]
     with state.change(places) as known:
         record = known.find(name, model.id) or known.add(name, model.id, str(model.path), model.id)
+        reused = known.names.get(name, state.Name()).active == record.id
         record.proven = True
         record.report = {"losses": {"base": 3.0, "served": 0.5}, "gates": []}
         entry = known.names.setdefault(name, state.Name())
-        if entry.active:
+        if entry.active and not reused:
             until = {"since": entry.since, "until": state.now()}
             entry.history.append({"release": entry.active, **until})
-        entry.active, entry.since, known.default = record.id, state.now(), name
+        if not reused:
+            entry.active, entry.since, known.default = record.id, state.now(), name
     point(places.name_link(name), f"../r/{record.id}")
     gate = {"name": "loss", "passed": True, "found": "0.5", "wanted": "below 1.0"}
     return {
@@ -225,7 +227,7 @@ def _promote(context: Any) -> dict[str, Any]:
         "release": record.id,
         "losses": {"base": 3.0, "served": 0.5},
         "gates": [{**gate, "decision": "passed"}],
-        "reused": False,
+        "reused": reused,
     }
 
 
@@ -264,6 +266,7 @@ class Webhook:
     def __init__(self) -> None:
         self.heard: list[dict[str, Any]] = []
         self.status = 200
+        self.headers: dict[str, str] = {}
         hook = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -271,7 +274,8 @@ class Webhook:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 hook.heard.append(json.loads(body))
                 self.send_response(hook.status)
-                self.send_header("Content-Length", "0")
+                for name, value in {"Content-Length": "0", **hook.headers}.items():
+                    self.send_header(name, value)
                 self.end_headers()
 
             def log_message(self, format: str, *args: object) -> None:

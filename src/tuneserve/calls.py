@@ -146,7 +146,9 @@ class StageCall:
 
         if self.base is None:
             raise ModelError(
-                f"stage {self.stage} needs the base model's folder", hint="fetch the base first"
+                f"stage {self.stage} needs the base model's folder",
+                expected="a base that was fetched",
+                hint="fetch the base first",
             )
         # The weights have their fingerprint; every other file may decide bytes: tokenizer,
         # template, stop ids of the generation config, code that comes with the model.
@@ -173,8 +175,9 @@ class StageCall:
         """
         before, after = _by_path(sources), _by_path(self.sources())
         if paths := sorted(p for p in {*before, *after} if before.get(p) != after.get(p)):
+            more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
             raise DataError(
-                f"{', '.join(paths)}: changed while stage {self.stage} read the data",
+                f"{', '.join(paths[:5])}{more}: changed while stage {self.stage} read the data",
                 expected=_STAYS,
                 hint=_COME_WHOLE,
             )

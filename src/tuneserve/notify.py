@@ -15,6 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,10 @@ log = logging.getLogger(__name__)
 _TRIES = 3
 _TIMEOUT_SECONDS = 10.0
 _FIRST_PAUSE_SECONDS = 1.0
+_LONGEST_PAUSE_SECONDS = 60.0
 _COMMAND_SECONDS = 600.0
+# Of the answers that put the fault on our side, these ask to be tried again (RFC 9110, 8470, 6585).
+_LATER = (408, 425, 429)
 
 
 def notify(section: NotifySection, event: str, facts: Mapping[str, Any]) -> bool:
@@ -44,9 +48,10 @@ def notify(section: NotifySection, event: str, facts: Mapping[str, Any]) -> bool
         log.warning("no notification: %s holds no http(s) address", section.url_env)
         return False
     body = json.dumps({"text": text_of(event, facts), "event": event, **facts}, default=str)
+    pause = 0.0
     for attempt in range(_TRIES):
-        if attempt:
-            time.sleep(_FIRST_PAUSE_SECONDS * 2 ** (attempt - 1))
+        time.sleep(pause)
+        pause = _FIRST_PAUSE_SECONDS * 2**attempt
         try:
             request = urllib.request.Request(
                 url, body.encode(), {"Content-Type": "application/json"}, method="POST"
@@ -55,12 +60,25 @@ def notify(section: NotifySection, event: str, facts: Mapping[str, Any]) -> bool
                 return True
         except urllib.error.HTTPError as error:
             why = f"status {error.code}"
-            if error.code < 500:
+            if error.code < 500 and error.code not in _LATER:
                 break
+            pause = _asked_pause(error.headers.get("Retry-After"), pause)
         except (OSError, ValueError, http.client.HTTPException) as error:
             why = type(error).__name__  # its text may hold the URL, which is a secret
     log.warning("the webhook of %s did not take the notification: %s", section.url_env, why)
     return False
+
+
+def _asked_pause(retry_after: str | None, usual: float) -> float:
+    """Seconds until the webhook wants to be asked again, within reason (RFC 9110, 10.2.3)."""
+    try:
+        if retry_after is None:
+            return usual
+        if not retry_after.strip().isdigit():
+            retry_after = str(parsedate_to_datetime(retry_after).timestamp() - time.time())
+        return min(max(float(retry_after), 0.0), _LONGEST_PAUSE_SECONDS)
+    except ValueError:
+        return usual
 
 
 def run_command(command: Sequence[str], model: Path, release: str, served: str) -> None:

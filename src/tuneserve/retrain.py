@@ -16,7 +16,7 @@ from typing import Any
 from tuneserve.calls import StageCall, StageResult, open_store
 from tuneserve.config import RunFile
 from tuneserve.devices import visible_gpus
-from tuneserve.errors import DeviceBusy, GateRefused, TuneserveError
+from tuneserve.errors import GateRefused, TuneserveError
 from tuneserve.notify import notify, run_command
 from tuneserve.pipeline import Execute, PipelineResult, finetune_to_serve
 from tuneserve.runlock import hold
@@ -56,31 +56,36 @@ def retrain(
     """
     run_id = run_id or uuid.uuid4().hex[:12]
     runs = Runs()
+    record = RunRecord(run_id, run.name, run.serve.name, link=link)
 
     def clear() -> None:
         stale = runs.mark_stale()
         for other in stale:
-            notify(run.notify, "failed", {**summary(other), "link": link})
+            notify(run.notify, "failed", summary(other))
         on_stale(stale)
 
-    clear()
-    record = RunRecord(run_id, run.name, run.serve.name, gpus=len(visible_gpus()))
-    with contextlib.ExitStack() as held:
-        try:
+    try:
+        with contextlib.ExitStack() as held:
+            clear()
+            record.gpus = len(visible_gpus())
             held.enter_context(hold(run, run_id, now()))
             clear()  # the run that we waited for may have been killed
             held.enter_context(within or contextlib.nullcontext())
-        except DeviceBusy as error:
-            record.error = str(error)
-            _tell(run, record, link, {}, event="failed")
-            raise
-        record.started = now()
-        with runs.recording(record):
-            return _watched(run, execute, runs, record, force=force, link=link)
+            record.started = now()
+            held.enter_context(runs.recording(record))
+            return _watched(run, execute, runs, record, force=force)
+    except GateRefused:
+        raise  # it was told with what the gates found
+    except Exception as error:
+        # Whatever it was, and also where it kept the record from being written.
+        record.state = "failed" if record.state == "running" else record.state
+        record.error = _said(error)
+        _tell(run, record, {}, event="failed")
+        raise
 
 
 def _watched(
-    run: RunFile, execute: Execute, runs: Runs, record: RunRecord, *, force: bool, link: str
+    run: RunFile, execute: Execute, runs: Runs, record: RunRecord, *, force: bool
 ) -> PipelineResult:
     def unchanged(base: Path) -> PipelineResult | None:
         last = runs.last_settled(run.serve.name)
@@ -98,40 +103,49 @@ def _watched(
 
     try:
         result = finetune_to_serve(run, _accounted(run, execute, runs, record), unchanged)
-        if run.notify.promoted_command and result.outcome == "promoted":
-            model = result.artifacts.get("quantized") or result.artifacts["merged"]
-            folder = open_store(run).root / model
-            run_command(run.notify.promoted_command, folder, result.release, run.serve.name)
+        if result.outcome == "promoted":
+            # A run that was killed, or failed, after the switch told nobody: it is this one's to.
+            again = result.metrics.get("reused") and runs.is_settled(result.release)
+            record.release, record.artifacts = result.release, result.artifacts
+            runs.save(record)
+            if again:
+                result.outcome = "unchanged"
+                result.note = f"{result.release} serves this model already"
+            elif run.notify.promoted_command:
+                _command(run, result)
+            record.state = "confirmed" if again else "promoted"
+        else:
+            record.state = result.outcome
     except GateRefused as error:
         again = "refused_by" in error.details
         record.state, record.error = "still refused" if again else "refused", str(error)
         # A refusal is told once; each later run only says that nothing changed.
-        _tell(run, record, link, error.details, event="unchanged" if again else "refused")
-        raise
-    except TuneserveError as error:
-        record.state, record.error = "failed", str(error)
-        _tell(run, record, link, {})
+        _tell(run, record, error.details, event="unchanged" if again else "refused")
         raise
     except Exception as error:
-        record.state, record.error = "failed", f"{type(error).__name__}: {error}"
-        _tell(run, record, link, {})
+        record.state, record.error = "failed", _said(error)
         raise
     except BaseException as error:
         record.state = "cancelled"  # by a person, or because the machine goes down
         stopped = (128 + signal.SIGTERM, 128 + signal.SIGINT)
         if isinstance(error, SystemExit) and error.code not in stopped:
             record.state, record.error = "failed", "whoever started this run is gone"
-            _tell(run, record, link, {})
+            _tell(run, record, {})
         raise
-    record.state = result.outcome
-    if result.metrics.get("reused"):
-        record.state, result.outcome = "confirmed", "unchanged"
-        result.note = f"{result.release} serves this model already"
-    record.release = result.release or None
-    record.artifacts = result.artifacts
+    record.release, record.artifacts = result.release or None, result.artifacts
     record.result = result.to_json()
-    _tell(run, record, link, {**result.metrics, "note": result.note}, event=result.outcome)
+    _tell(run, record, {**result.metrics, "note": result.note}, event=result.outcome)
     return result
+
+
+def _command(run: RunFile, result: PipelineResult) -> None:
+    model = result.artifacts.get("quantized") or result.artifacts["merged"]
+    folder = open_store(run).root / model
+    run_command(run.notify.promoted_command, folder, result.release, run.serve.name)
+
+
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, TuneserveError) else f"{type(error).__name__}: {error}"
 
 
 def refused_before(last: RunRecord, note: str) -> GateRefused:
@@ -171,8 +185,6 @@ def _accounted(run: RunFile, execute: Execute, runs: Runs, record: RunRecord) ->
     return accounted
 
 
-def _tell(
-    run: RunFile, record: RunRecord, link: str, details: dict[str, Any], *, event: str = ""
-) -> None:
+def _tell(run: RunFile, record: RunRecord, details: dict[str, Any], *, event: str = "") -> None:
     found = {key: details[key] for key in ("losses", "gates", "rungs", "note") if details.get(key)}
-    notify(run.notify, event or record.state, {**summary(record), **found, "link": link})
+    notify(run.notify, event or record.state, {**summary(record), **found})

@@ -24,7 +24,8 @@ from tuneserve.places import home
 log = logging.getLogger(__name__)
 
 # Ends that the same inputs would only repeat.
-_SETTLED = ("promoted", "confirmed", "refused")
+_SERVING = ("promoted", "confirmed")
+_SETTLED = (*_SERVING, "refused")
 
 
 def now() -> str:
@@ -51,6 +52,7 @@ class RunRecord:
         seconds: Seconds of each stage that really ran.
         gpus: Cards it saw.
         error: What ended it, in words.
+        link: Where people see it.
     """
 
     id: str
@@ -68,6 +70,7 @@ class RunRecord:
     seconds: dict[str, float] = field(default_factory=dict)
     gpus: int = 0
     error: str = ""
+    link: str = ""
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
 
@@ -93,6 +96,10 @@ class Runs:
         """
         mine = (r for r in self.all() if r.served == served and r.state in _SETTLED)
         return max(mine, key=lambda record: record.ended or "", default=None)
+
+    def is_settled(self, release: str) -> bool:
+        """Whether a run ended that had led to a release, or found it serving: it was told."""
+        return any(r.release == release and r.state in _SERVING for r in self.all())
 
     def last_ends(self) -> dict[str, dict[str, Any]]:
         """How the last run of each served name ended: run, state, when, stage and error."""

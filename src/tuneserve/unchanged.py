@@ -11,10 +11,11 @@ from tuneserve.artifacts import Store
 from tuneserve.calls import StageCall
 from tuneserve.config import RunFile
 from tuneserve.places import run_root
-from tuneserve.runs import RunRecord
+from tuneserve.runs import RunRecord, Runs
 from tuneserve.stages import STAGES
 from tuneserve.versions import package_versions
 
+_SECOND = len("2026-01-01T00:00:00")  # the release state knows no parts of a second
 # What a run costs and who hears of it does not change what it makes.
 _NOT_MAKING = {"name", "budget", "overlap", "notify", "store", "data"}
 
@@ -56,8 +57,28 @@ def nothing_to_do(run: RunFile, store: Store, last: RunRecord | None, digest: st
     if not serving or (serving == last.release and not healthy):
         return ""  # the release is started again without being proven a second time
     if serving != last.release:
+        if _left_by_a_run(run.serve.name, serving):
+            return ""  # nobody chose it: what the last settled run led to comes back
         return f"nothing to do: {same}; {serving} was put in place of {last.release} since"
     return f"nothing to do: {same}; {serving} serves"
+
+
+def _left_by_a_run(name: str, serving: str) -> bool:
+    """Whether a release became active during a run of its model that did not settle: one that
+    failed or was killed after the switch, not a person's promote or rollback.
+    """
+    from tuneserve.release.layout import layout
+    from tuneserve.release.state import read
+
+    known = read(layout())
+    since, model = known.names[name].since or "", known.releases[serving].artifact
+    return any(
+        record.served == name
+        and record.state in ("failed", "cancelled", "stale")
+        and model in record.used
+        and record.started[:_SECOND] <= since[:_SECOND] <= (record.ended or since)[:_SECOND]
+        for record in Runs().all()
+    )
 
 
 def _key_is_new(run: RunFile) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import signal
@@ -11,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,13 +29,14 @@ from tuneserve.errors import (
     ServiceError,
     StageTimeout,
 )
+from tuneserve.notify import notify
 from tuneserve.pipeline import PipelineResult
 from tuneserve.process import run_stage
 from tuneserve.release import state
 from tuneserve.release.layout import layout
 from tuneserve.retrain import retrain
 from tuneserve.runlock import hold
-from tuneserve.runs import Runs
+from tuneserve.runs import RunRecord, Runs
 
 ORDER = ["fetch", "validate", "plan", "train", "merge", "evaluate", "quantize:gptq", "release"]
 
@@ -97,7 +100,7 @@ def test_nothing_new_is_nothing_to_do_in_seconds(house: House) -> None:
         assert executed(house.folder)[len(ORDER) :] == ["fetch"]
         assert house.events == ["promoted", "unchanged"]
         forced = house.run(force=True)
-        assert forced.outcome == "promoted"
+        assert forced.outcome == "unchanged" and "serves this model already" in forced.note
         assert executed(house.folder)[len(ORDER) + 1 :] == ["fetch", "plan", "release"]
         other_rank = house.run(train={"lora": {"r": 4}})  # another setting is something to do
         assert other_rank.outcome == "promoted"
@@ -174,6 +177,56 @@ def test_a_run_that_found_no_place_is_told(house: House) -> None:
     assert executed(house.folder) == [] and Runs().all() == []
 
 
+@pytest.mark.parametrize("where", ["within", "locks", "runs"])
+def test_a_failure_around_the_run_is_told(house: House, where: str) -> None:
+    @contextlib.contextmanager
+    def broken() -> Iterator[None]:
+        raise RuntimeError("the server forgot us")
+        yield
+
+    within, home = None, house.folder / "home"
+    home.mkdir()
+    if where == "within":
+        within = broken()
+    else:
+        (home / where).write_text("a file")
+    with pytest.raises(Exception) as caught:
+        retrain(house.run_file(), in_process, within=within, link="https://prefect/runs/1")
+    (said,) = house.hook.heard
+    assert said["event"] == said["state"] == "failed" and "failed during start" in said["text"]
+    assert str(caught.value).splitlines()[0] in said["error"]
+    assert said["link"] == "https://prefect/runs/1"
+    assert executed(house.folder) == []
+
+
+def test_a_record_that_cannot_be_ended_is_told(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = Runs.save
+
+    def full(runs: Runs, record: RunRecord) -> None:
+        if record.ended:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(runs, record)
+
+    monkeypatch.setattr(Runs, "save", full)
+    with pytest.raises(OSError, match="No space left"):
+        house.run()
+    assert house.events == ["promoted", "failed"]
+    assert "No space left on device" in house.hook.heard[-1]["text"]
+
+
+def test_a_killed_run_is_told_with_its_own_link(house: House) -> None:
+    runs = Runs()
+    runs.root.mkdir(parents=True)
+    runs.save(RunRecord("run-1", "shim", "default", stage="train", link="https://prefect/runs/1"))
+    runs.save(RunRecord("run-0", "shim", "default", stage="train"))
+    retrain(house.run_file(), in_process, link="https://prefect/runs/2")
+    links = {said["id"]: said.get("link") for said in house.hook.heard}
+    assert len(links) == 3 and links["run-1"] == "https://prefect/runs/1"
+    assert links["run-0"] is None and house.hook.heard[-1]["link"] == "https://prefect/runs/2"
+
+
 def test_a_failure_is_told_with_its_stage_and_leaves_nothing(house: House) -> None:
     house.tell(validate="data error")
     with pytest.raises(DataError):
@@ -209,10 +262,54 @@ def test_a_command_that_fails_fails_the_run_and_is_tried_again(house: House) -> 
     failing = {"promoted_command": ["/bin/sh", "-c", "echo no cluster; exit 3"]}
     with pytest.raises(ServiceError, match="serves, but .* ended with status 3: no cluster"):
         house.run(notify=failing)
-    assert [record.state for record in Runs().all()] == ["failed"]
+    (record,) = Runs().all()
+    serving = state.read(layout()).names["default"].active
+    assert record.state == "failed" and record.release == serving
     made = len(executed(house.folder))
-    assert house.run(notify={"promoted_command": ["/bin/true"]}).outcome == "promoted"
+    events = ["promoted", "failed", "unchanged"]
+    again = {"url_env": "TUNESERVE_TEST_HOOK", "events": events, "promoted_command": ["/bin/true"]}
+    assert house.run(notify=again).outcome == "promoted"
     assert executed(house.folder)[made:] == ["fetch", "plan", "release"]
+    (said,) = house.hook.heard  # the first run had no webhook to tell
+    assert said["event"] == "promoted" and said["release"] == serving
+    house.run(notify={**again, "promoted_command": ["/bin/false"]}, force=True)
+    assert house.events == ["promoted", "unchanged"], "once is enough, for the command too"
+
+
+def test_a_promotion_whose_run_was_killed_is_told_by_the_next(house: House) -> None:
+    def killed(call: StageCall) -> StageResult:
+        done = in_process(call)
+        if call.stage == "release":
+            raise SystemExit(128 + signal.SIGTERM)
+        return done
+
+    with pytest.raises(SystemExit):
+        retrain(house.run_file(), killed)
+    assert house.events == [] and [r.state for r in Runs().all()] == ["cancelled"]
+    told = house.run()
+    assert told.outcome == "promoted" and house.events == ["promoted"]
+    assert house.hook.heard[0]["release"] == told.release
+    assert house.run().outcome == "unchanged"
+    assert [r.state for r in Runs().all()] == ["cancelled", "promoted", "confirmed"]
+
+
+def test_what_a_failed_run_left_serving_is_not_taken_for_a_persons_choice(house: House) -> None:
+    first = house.run()
+    (house.folder / "data.jsonl").write_text('{"messages": [1]}\n')
+    failing = {"promoted_command": ["/bin/false"]}
+    with pytest.raises(ServiceError):
+        house.run(notify=failing)
+    second = state.read(layout()).names["default"].active
+    assert second != first.release
+    (house.folder / "data.jsonl").write_text('{"messages": []}\n')  # the delivery is withdrawn
+    again = house.run()
+    assert again.outcome == "promoted" and again.release == first.release
+    assert state.read(layout()).names["default"].active == first.release
+    with state.change(layout()) as known:  # a person chooses it, later
+        known.names["default"].active = second
+        known.names["default"].since = "2099-01-01T00:00:00+00:00"
+    assert f"{second} was put in place of {first.release}" in house.run().note
+    assert state.read(layout()).names["default"].active == second
 
 
 @pytest.mark.parametrize(("status", "tries"), [(500, 3), (404, 1)])
@@ -227,6 +324,30 @@ def test_a_webhook_that_refuses_changes_nothing_and_its_address_stays_secret(
     assert "s3cret" not in caplog.text
     manifests = "".join(p.read_text() for p in house.folder.rglob("manifest.json"))
     assert "s3cret" not in manifests and "TUNESERVE_TEST_HOOK" in manifests
+
+
+@pytest.mark.parametrize("status", [408, 425, 429, 503])
+@pytest.mark.parametrize(
+    ("asked", "paused"),
+    [
+        ("7", [7.0, 7.0]),
+        ("Mon, 30 Nov 2026 06:00:09 GMT", [9.0, 9.0]),
+        ("86400", [60.0, 60.0]),  # a run does not wait for a day
+        ("Mon, 30 Nov 2026 05:00:00 GMT", [0.0, 0.0]),
+        ("soon", [0.01, 0.02]),
+    ],
+)
+def test_a_webhook_that_is_busy_is_asked_again_when_it_says(
+    house: House, monkeypatch: pytest.MonkeyPatch, status: int, asked: str, paused: list[float]
+) -> None:
+    slept: list[float] = []
+    at_six = 1796018400.0  # 2026-11-30 06:00:00 UTC
+    clock = SimpleNamespace(time=lambda: at_six, sleep=slept.append)
+    monkeypatch.setattr("tuneserve.notify.time", clock)
+    house.hook.status, house.hook.headers = status, {"Retry-After": asked}
+    section = house.run_file().notify
+    assert notify(section, "unchanged", {"name": "a", "served": "b"}) is False
+    assert slept == [0.0, *paused] and len(house.hook.heard) == 3
 
 
 def test_a_budget_ends_the_stage_that_exceeds_it(house: House) -> None:
