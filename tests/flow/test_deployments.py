@@ -47,6 +47,9 @@ def test_a_deployment_loads_strictly(name: str, at_root: None) -> None:
     (step,) = entry["build"]
     assert step["tuneserve.runfile.check_run_file"] == {"run_file": given["run_file"]}
     assert entry["enforce_parameter_schema"] is True
+    # Prefect ends a run whose lease a restarted server forgot, and keeps the slot: nothing starts
+    # any more. tasks/alone.py has one run per served name, and frees what nobody holds.
+    assert "concurrency_limit" not in entry
 
 
 def test_the_nightly_schedule_has_a_time_zone() -> None:

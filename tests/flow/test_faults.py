@@ -254,6 +254,29 @@ def test_a_server_that_is_killed_and_comes_back_does_not_end_the_run(own: OwnSer
 
 
 @pytest.mark.full
+def test_after_everything_was_killed_together_the_next_run_completes(own: OwnServer) -> None:
+    """As a machine that loses its power: nobody could give anything back."""
+    with own.server() as process, worker(own.site.env, own.folder) as of_before:
+        deploy(own.site.env)
+        id = own.site.wait_in("train")
+        os.killpg(process.pid, signal.SIGKILL)
+        os.kill(of_before.pid, signal.SIGKILL)
+        flow = own.site.flow_pid(id)
+        os.kill(flow, signal.SIGKILL)
+        all_gone([process.pid, of_before.pid, flow])
+    before = len(executed(own.folder))
+    with own.server(), worker(own.site.env, own.folder):
+        ids = [start_run(run_file=own.site.file()) for _ in range(2)]  # within a second
+        states = [finished(other).state for other in ids]
+        assert all(state is not None and state.is_completed() for state in states), states
+        state = flow_run(id).state
+    assert state is not None and state.is_crashed()
+    made = executed(own.folder)[before:]
+    assert made.count("train") == 1 and made.count("validate") == 0  # one waited for the other
+    assert [r.state for r in own.site.runs.all()] == ["stale", "promoted", "promoted"]
+
+
+@pytest.mark.full
 def test_a_run_goes_on_without_its_worker(own: OwnServer) -> None:
     with own.server():
         deploy(own.site.env)
