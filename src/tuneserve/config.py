@@ -10,8 +10,9 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
+from tuneserve.credentials import without_secret
 from tuneserve.endpoint import ServeSection as ServeSection
 from tuneserve.parallel import check_zero, refuse_other_sharding
 from tuneserve.policy import BudgetSection, NotifySection, OverlapSection
@@ -70,10 +71,14 @@ def parse_card(text: str) -> int:
 Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
 
 
+# A path, a hub id or an address; an address must not carry a secret.
+Place = Annotated[str, AfterValidator(without_secret)]
+
+
 class ModelSection(Section):
     """Which base model to tune."""
 
-    base: str = Field(
+    base: Place = Field(
         description="Hub id (org/name), a directory with a model, or builtin:smollm2-135m.",
         min_length=1,
     )
@@ -95,12 +100,12 @@ class ModelSection(Section):
 class DataSection(Section):
     """Which conversations to train on, and what to refuse."""
 
-    train: list[str] = Field(
+    train: list[Place] = Field(
         description="Files, folders or globs with training conversations (JSONL, JSON, "
         "CSV, Parquet).",
         min_length=1,
     )
-    eval: list[str] = Field(
+    eval: list[Place] = Field(
         default_factory=list,
         description="Files with held-out conversations; empty: split from train.",
     )
@@ -342,7 +347,7 @@ class StoreSection(Section):
     root: str | None = Field(
         None, description="Folder of the artifact store; unset: TUNESERVE_HOME/store."
     )
-    remote: str | None = Field(
+    remote: Place | None = Field(
         None,
         description="Where every artifact is copied to and looked for, such as "
         "s3://bucket/prefix; unset: nowhere.",

@@ -12,6 +12,7 @@ import yaml
 from pydantic import ValidationError
 
 from tuneserve.config import RunFile
+from tuneserve.credentials import REFUSED
 from tuneserve.errors import RunFileError
 from tuneserve.section import Section
 
@@ -141,6 +142,8 @@ def _problem(item: Any) -> str:
         return "there is no such field"
     if item["type"] == "missing":
         return "is missing"
+    if item["type"] == REFUSED:
+        return str(item["msg"])  # what was found is a secret
     return f"{item['msg'].removeprefix('Value error, ')} (found {item['input']!r})"
 
 

@@ -180,3 +180,49 @@ def test_every_shipped_run_file_loads() -> None:
     for file in files:
         run = load_run_file(file)
         assert all(Path(p).exists() for p in [*run.data.train, *run.data.eval]), file
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "https://me:s3cret@example.org/chats.jsonl",
+        "https://hf_s3cret@huggingface.co/org/name",
+        "s3://AKIA:s3cret@bucket/chats.jsonl",
+        "https://b.s3.amazonaws.com/c.jsonl?X-Amz-Credential=a&X-Amz-Signature=s3cret",
+        "https://acc.blob.core.windows.net/c/d.jsonl?sv=2024&sig=s3cret",
+        "https://example.org/chats.jsonl?token=s3cret",
+        "https://example.org/chats.jsonl?a=b&access_token=s3cret",
+        "simplecache::https://me:s3cret@example.org/chats.jsonl",
+    ],
+)
+def test_an_address_with_a_secret_is_refused_without_repeating_it(address: str) -> None:
+    error = wrong(
+        data__train=["fine.jsonl", address],
+        data__eval=address,
+        model__base=address,
+        store__remote=address,
+    )
+    fields = ["model.base", "data.train.1", "data.eval.0", "store.remote"]
+    assert error.details["fields"] == fields
+    assert "credentials in the environment" in error.message and "s3cret" not in str(error)
+    with pytest.raises(ValueError) as plain:  # as Prefect checks a form
+        RunFile.model_validate({**GOOD, "data": {"train": [address]}})
+    assert "s3cret" not in str(plain.value)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "s3://bucket/prefix/*.jsonl",
+        "s3://bucket/part-?.jsonl",
+        "abfss://container@account.dfs.core.windows.net/chats",
+        "hdfs://user@host:8020/chats.jsonl",
+        "https://example.org/chats.jsonl?download=1&version=3",
+        "hf://datasets/org/name@main/train.jsonl",
+        "me:you@home.jsonl",
+        "http://[::1/broken",
+    ],
+)
+def test_an_address_without_a_secret_is_taken_as_it_is(address: str) -> None:
+    run = parse_run({**GOOD, "data": {"train": address}, "store": {"remote": address}})
+    assert run.data.train == [address] and run.store.remote == address

@@ -1,0 +1,55 @@
+"""No secret in a run file: addresses that carry one are refused.
+
+Run files lie in repositories, Prefect keeps them as parameters, and every manifest holds a copy.
+"""
+
+from __future__ import annotations
+
+import re
+from urllib.parse import parse_qsl, urlsplit
+
+from pydantic_core import PydanticCustomError
+
+REFUSED = "address_with_a_secret"
+# Names of query fields that sign a request or stand for a login: presigned URLs of S3
+# (X-Amz-Signature), Google (X-Goog-Signature), Azure (sig), and access tokens.
+_SECRET_FIELD = re.compile(
+    r"signature|token|secret|passw|credential|access_?key|api_?key|^(sig|key|auth|pwd)$", re.I
+)
+
+
+def without_secret(address: str) -> str:
+    """The address as it is. A path or a hub id is never refused.
+
+    Raises:
+        PydanticCustomError: It carries a login or a signature; its text does not repeat them.
+    """
+    for part in address.split("::"):  # fsspec chains addresses so
+        if "://" not in part:
+            continue
+        if found := _secret_in(part):
+            raise PydanticCustomError(
+                REFUSED,
+                "the address carries {found}, and run files are stored and shown; write it without "
+                "and give the credentials in the environment, as the service's own tools read them "
+                "(AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS, HF_TOKEN, ...)",
+                {"found": found},
+            )
+    return address
+
+
+def _secret_in(address: str) -> str:
+    """What the address should not carry, in words; empty when there is nothing."""
+    try:
+        parts = urlsplit(address)
+        login, at, _ = parts.netloc.rpartition("@")
+    except ValueError:  # such as a broken IPv6 address: whoever opens it says so
+        return ""
+    if ":" in login:
+        return "a password"
+    if at and parts.scheme in ("http", "https"):  # elsewhere a name alone is a user or a container
+        return "a login"
+    for name, value in parse_qsl(parts.query):
+        if value and _SECRET_FIELD.search(name):
+            return f"a signature or token ({name}=...)"
+    return ""
