@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,12 @@ from tuneserve.artifacts import MANIFEST, Artifact, Store
 from tuneserve.errors import InputError
 from tuneserve.places import run_root
 from tuneserve.progress import human_bytes, human_seconds
+from tuneserve.runs import RunRecord, Runs
+from tuneserve.stages import STAGES
+
+_NONE = (0.0, 0.0)
+# Ends of runs that had something to do.
+_WORKED = ("promoted", "refused", "failed", "cancelled", "stale")
 
 
 def open_artifact(store: Store, text: str) -> Artifact:
@@ -53,14 +62,18 @@ def find_release(text: str) -> dict[str, Any] | None:
 
 
 def lineage_of(store: Store, text: str, *, verify: bool = False) -> dict[str, Any]:
-    """The chain of a release or an artifact: see `trace`; a release's own facts under `release`.
+    """The chain of a release or an artifact: see `trace`; a release's own facts under `release`,
+    and under `stages` what each stage of the runs that led to it took (see `spent`).
 
     Raises:
         InputError: There is no such thing, or a part of the chain is damaged or gone.
     """
     release = find_release(text) if text else None
     found = trace(store, release["artifact"] if release else text, verify=verify)
-    return {**found, "total": totals(found), **({"release": release} if release else {})}
+    if release is None:
+        return {**found, "total": totals(each(found).values())}
+    stages = spent(store, found, release["release"])
+    return {**found, "release": release, "stages": stages, "total": totals(stages.values())}
 
 
 def trace(store: Store, text: str, *, verify: bool = False) -> dict[str, Any]:
@@ -108,7 +121,63 @@ def trace(store: Store, text: str, *, verify: bool = False) -> dict[str, Any]:
 def cost(manifest: Any) -> dict[str, float | None]:
     """GPU seconds of an artifact's making, and their price; None where no price was given."""
     gpu_seconds = float(manifest["seconds"]) * int(manifest.get("gpus") or 0)
-    price = (manifest["config"].get("budget") or {}).get("price_per_gpu_hour")
+    return _priced(gpu_seconds, manifest["config"])
+
+
+def spent(store: Store, found: dict[str, Any], release: str) -> dict[str, dict[str, Any]]:
+    """Seconds, GPU seconds and cost of each stage of a release.
+
+    A stage took what its artifacts took (the chain's, and whatever else those runs used: the
+    evaluation, a second merge, an export that was refused), or what the runs spent on it, if that
+    is more: failed attempts and the proof of the release, which makes no artifact.
+
+    Args:
+        store: Where the artifacts are looked up.
+        found: The chain, from `trace`.
+        release: The release's id.
+    """
+    records = _records_of(release)
+    taken: dict[str, tuple[float, float]] = {}
+    for part in _made(store, found, records):
+        seconds, gpu_seconds = taken.get(part["stage"], (0.0, 0.0))
+        own = float(part["seconds"])
+        taken[part["stage"]] = seconds + own, gpu_seconds + own * int(part.get("gpus") or 0)
+    by_runs: dict[str, tuple[float, float]] = {}
+    for record in records:
+        for stage, own in record.seconds.items():
+            seconds, gpu_seconds = by_runs.get(stage, (0.0, 0.0))
+            by_runs[stage] = seconds + own, gpu_seconds + own * record.gpus
+    known = {*taken, *by_runs}
+    stages = [*(name for name in STAGES if name in known), *sorted(known - {*STAGES})]
+    most = {stage: max(taken.get(stage, _NONE), by_runs.get(stage, _NONE)) for stage in stages}
+    return {
+        stage: {"seconds": round(seconds, 3), **_priced(gpu_seconds, found["config"])}
+        for stage, (seconds, gpu_seconds) in most.items()
+    }
+
+
+def _records_of(release: str) -> list[RunRecord]:
+    """The runs that worked for a release: those that led to it, and those that did not get there
+    with the same inputs. A run that only found it serving cost it nothing.
+    """
+    known = [r for r in Runs().all() if r.state in _WORKED]
+    inputs = {r.inputs for r in known if r.release == release} - {""}
+    return [r for r in known if r.release == release or (not r.release and r.inputs in inputs)]
+
+
+def _made(store: Store, found: dict[str, Any], records: list[RunRecord]) -> list[dict[str, Any]]:
+    """Manifests of the chain and of all that its runs used, each once."""
+    ids = {*each(found), *(id for record in records for id in record.used)}
+    manifests = []
+    for id in sorted(ids):
+        with contextlib.suppress(OSError, ValueError):  # swept since, or damaged
+            text = (store.root / id / MANIFEST).read_text(encoding="utf-8")
+            manifests.append(json.loads(text))
+    return manifests
+
+
+def _priced(gpu_seconds: float, config: Any) -> dict[str, float | None]:
+    price = (config.get("budget") or {}).get("price_per_gpu_hour")
     return {
         "gpu_seconds": round(gpu_seconds, 3),
         "cost": None if price is None else round(gpu_seconds / 3600 * price, 4),
@@ -123,9 +192,8 @@ def each(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return known
 
 
-def totals(found: dict[str, Any]) -> dict[str, float | None]:
-    """Seconds, GPU seconds and cost of a whole chain, each artifact counted once."""
-    parts = each(found).values()
+def totals(parts: Collection[dict[str, Any]]) -> dict[str, float | None]:
+    """Seconds, GPU seconds and cost of artifacts or stages together."""
     costs = [part["cost"] for part in parts if part["cost"] is not None]
     return {
         "seconds": round(sum(part["seconds"] for part in parts), 3),
@@ -164,10 +232,13 @@ def lineage_text(found: dict[str, Any], indent: int = 0) -> str:
         lines.append(f"{pad}  base: {found['base']} ({found['key']['base'][:16]})")
     for child in found["inputs"].values():
         lines.append(lineage_text(child, indent + 1))
+    lines += [f"{stage}: {_took(took)}" for stage, took in found.get("stages", {}).items()]
     if total := found.get("total"):
-        price = f", cost {total['cost']:.2f}" if total["cost"] is not None else ""
-        lines.append(
-            f"in all: {human_seconds(total['seconds'])}, "
-            f"{human_seconds(total['gpu_seconds'])} of GPU{price}"
-        )
+        lines.append(f"in all: {_took(total)}")
     return "\n".join(lines)
+
+
+def _took(what: Mapping[str, Any]) -> str:
+    price = f", cost {what['cost']:.2f}" if what["cost"] is not None else ""
+    on_gpu = f"{human_seconds(what['gpu_seconds'])} of GPU"
+    return f"{human_seconds(what['seconds'])}, {on_gpu}{price}"

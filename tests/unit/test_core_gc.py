@@ -16,6 +16,7 @@ from tuneserve.errors import InputError
 from tuneserve.gc import remove, survey, sweep_text
 from tuneserve.lineage import lineage_of, lineage_text
 from tuneserve.runs import RunRecord, Runs
+from tuneserve.stages import STAGES
 
 DAY = 86400
 
@@ -209,6 +210,49 @@ def test_a_chain_says_what_it_cost(house: House) -> None:
     assert found["total"] == {"seconds": 5400.0, "gpu_seconds": 10800.0, "cost": 6.0}
     assert "in all: 1 h 30 min, 3 h 00 min of GPU, cost 6.00" in lineage_text(found)
     assert found["inputs"]["adapter"]["inputs"]["dataset"]["id"] == "dataset-a"
+
+
+def test_a_release_says_what_its_runs_cost_on_top_of_its_chain(house: House) -> None:
+    chain = house.chain("a")  # half an hour each, on two cards, 2.00 an hour
+    lost = house.make("merged-lost", "merge", inputs={"adapter": chain[1]}, seconds=600.0)
+    evaluation = house.make("evaluation-a", "evaluate", inputs={"merged": chain[-1]}, seconds=360.0)
+    house.releases("r1", r1=chain[-1])
+    path = house.home / "run" / "releases.json"
+    known = json.loads(path.read_text())
+    known["names"]["support"] = {"active": "r1"}
+    known["releases"]["r1"]["artifact"] = chain[-1]
+    path.write_text(json.dumps(known))
+    used = [*chain, lost, evaluation, "quantized-swept"]
+    runs: list[tuple[str, dict[str, Any]]] = [
+        # It lost an hour in training, and got no further.
+        ("failed", {"seconds": {"fetch": 10.0, "train": 3600.0}, "used": chain[:1]}),
+        ("promoted", {"release": "r1", "used": used, "seconds": {
+            "validate": 1.0, "train": 1800.0, "merge": 5.0, "evaluate": 9.0, "release": 720.0}}),
+        ("confirmed", {"release": "r1", "seconds": {"release": 50.0}}),
+        ("unchanged", {"release": "r1", "seconds": {"fetch": 50.0}}),
+        ("failed", {"inputs": "others", "seconds": {"train": 99.0}}),
+    ]  # fmt: skip
+    for number, (state, facts) in enumerate(runs):
+        record = RunRecord(f"run-{number}", "n", "support", gpus=2, **{"inputs": "same", **facts})
+        with house.runs.recording(record):
+            record.state = state
+    found = lineage_of(house.store, "r1")
+    assert {stage: took["seconds"] for stage, took in found["stages"].items()} == {
+        "fetch": 10.0,
+        "validate": 1800.0,  # the artifact's, which both runs only found
+        "train": 5400.0,  # lost and useful
+        "merge": 2400.0,  # both ways
+        "evaluate": 360.0,
+        "release": 720.0,
+    }
+    assert list(found["stages"]) == [s for s in STAGES if s in found["stages"]]
+    assert found["stages"]["release"]["gpu_seconds"] == 1440.0
+    assert found["stages"]["release"]["cost"] == 0.8
+    seconds = 10 + 1800 + 5400 + 2400 + 360 + 720
+    assert found["total"] == {
+        "seconds": seconds, "gpu_seconds": 2.0 * seconds, "cost": pytest.approx(11.8778, abs=1e-3)
+    }  # fmt: skip
+    assert "release: 12 min 00 s, 24 min 00 s of GPU, cost 0.80" in lineage_text(found)
 
 
 def test_a_difference_names_rows_settings_versions_and_metrics(house: House) -> None:
