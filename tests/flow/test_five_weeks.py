@@ -5,6 +5,7 @@ state; the stages in between are stand-ins that say how good the model is.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,7 +50,7 @@ class House:
         self.deliver("eval", chats(150, 40), to=folder)
         python = {"python": interpreter(folder)}
         stages = ("train", "evaluate", "merge", "quantize", "serve")
-        run = {
+        self.run: dict[str, Any] = {
             "name": "weekly",
             "model": {"base": str(base)},
             "data": {"train": str(self.inbox), "eval": str(folder / "eval.jsonl")},
@@ -61,16 +62,19 @@ class House:
             "notify": {"url_env": "TUNESERVE_TEST_HOOK"},
         }
         self.run_file = folder / "run.yaml"
-        self.run_file.write_text(yaml.safe_dump(run))
 
     def deliver(self, name: str, rows: list[Any], to: Path | None = None) -> Path:
         path = (to or self.inbox) / f"{name}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return path
 
-    def week(self, model: str) -> tuple[FlowRun, list[str]]:
+    def week(
+        self, model: str, *, max_seconds: float = 600, **stages: str
+    ) -> tuple[FlowRun, list[str]]:
         """Run the deployment; how it ended, and the stages that a model was made with."""
-        (self.folder / "behave.json").write_text(json.dumps({"release": model}))
+        (self.folder / "behave.json").write_text(json.dumps({"release": model, **stages}))
+        self.run["budget"]["max_seconds"] = max_seconds
+        self.run_file.write_text(yaml.safe_dump(self.run))
         before = len(executed(self.folder))
         ended = finished(start_run(run_file=str(self.run_file)))
         return ended, executed(self.folder)[before:]
@@ -117,7 +121,13 @@ def test_five_weeks_without_a_person(house: House) -> None:
         assert house.champion == first
         said = house.hook.heard[-1]
         assert said["event"] == "failed" and said["stage"] == "validate"
-        assert str(broken) in said["error"] or "rejected" in said["error"]
+        # Every rejected row is kept where the message says, with its line and why.
+        saved = re.search(r"all rejected rows: (\S+)", said["error"])
+        assert saved is not None
+        rows = [json.loads(line) for line in Path(saved[1]).read_text().splitlines()]
+        lines = [row["source"].rpartition(":")[0] for row in rows]
+        assert lines == [f"inbox/week2.jsonl:{number}" for number in range(11, 21)]
+        assert {row["code"] for row in rows} == {"unknown_role"}
 
         # Week 3: the delivery was withdrawn, and nothing else came.
         broken.unlink()
@@ -125,6 +135,15 @@ def test_five_weeks_without_a_person(house: House) -> None:
         assert house.state(run) == "COMPLETED Nothing to do" and made == []
         assert run.total_run_time.total_seconds() < 20
         assert house.champion == first
+
+        # A budget that the next delivery exceeds: the stage is ended, what serves goes on.
+        late = house.deliver("late", chats(100, 5))
+        run, made = house.week("promote", train="hang alone", max_seconds=25)
+        assert house.state(run).startswith("FAILED") and made[:1] == ["train"][: len(made)]
+        assert house.champion == first
+        said = house.hook.heard[-1]
+        assert said["event"] == "failed" and "the run's budget was used up" in said["error"]
+        late.unlink()
 
         # Week 4: more data, and a model that is worse.
         house.deliver("week4", chats(60, 20))
@@ -148,10 +167,10 @@ def test_five_weeks_without_a_person(house: House) -> None:
     assert second != first
 
     assert [said["event"] for said in house.hook.heard] == [
-        "promoted", "failed", "refused", "promoted",
+        "promoted", "failed", "failed", "refused", "promoted",
     ]  # fmt: skip
     assert [record.state for record in Runs().all()] == [
-        "promoted", "failed", "unchanged", "refused", "still refused", "promoted",
+        "promoted", "failed", "unchanged", "failed", "refused", "still refused", "promoted",
     ]  # fmt: skip
     changed = difference(Store(house.folder / "store"), first, str(second))
     assert changed["data"]["train"] == {

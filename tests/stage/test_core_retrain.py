@@ -25,6 +25,7 @@ from tuneserve.errors import (
     BudgetSpent,
     DataError,
     DeviceBusy,
+    DiskFull,
     GateRefused,
     ServiceError,
     StageTimeout,
@@ -237,6 +238,30 @@ def test_a_failure_is_told_with_its_stage_and_leaves_nothing(house: House) -> No
     (record,) = Runs().all()
     assert record.state == "failed" and record.ended
     assert [p for p in (house.folder / "store").iterdir() if not p.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize("stage", ["train", "merge", "quantize"])
+def test_a_full_disk_in_any_stage_is_told_and_what_was_finished_stays(
+    house: House, stage: str
+) -> None:
+    house.tell(**{stage: "disk full", "release": "promote"})
+    with pytest.raises(DiskFull, match="the disk is full") as caught:
+        house.run_in_children()
+    assert not caught.value.retryable
+    store = house.folder / "store"
+    before = sorted(p.name for p in store.iterdir() if not p.name.startswith("."))
+    kinds = {"train": ["dataset"], "merge": ["adapter", "dataset"]}
+    assert [p.partition("-")[0] for p in before] == kinds.get(
+        stage, ["adapter", "dataset", "evaluation", "merged"]
+    )
+    assert not list((store / ".drafts").glob("*"))
+    (said,) = house.hook.heard
+    assert said["event"] == "failed" and said["stage"] == stage and "disk is full" in said["text"]
+    house.tell(release="promote")
+    done = len(executed(house.folder))
+    house.run()
+    assert executed(house.folder)[done:] == ["fetch", "plan", *ORDER[ORDER.index(
+        "quantize:gptq" if stage == "quantize" else stage):]]  # fmt: skip
 
 
 def test_the_notification_says_what_the_gates_found(house: House) -> None:

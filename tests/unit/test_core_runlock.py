@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,12 +96,29 @@ def test_a_lock_ends_with_its_holder_and_the_record_says_what_happened(
     assert Runs().mark_stale() == []  # once is enough
 
 
-def test_a_run_that_waits_starts_when_the_other_ends(home: Path) -> None:
+def test_a_run_that_waits_starts_when_the_other_ends(
+    home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     holder = start(given())
     waiting = parse_run(given(overlap={"when_busy": "wait", "max_wait_seconds": 60}))
-    os.kill(holder.pid, signal.SIGKILL)
-    with hold(waiting, "second", "now"):
-        assert holder.wait() == -signal.SIGKILL
+    looks: list[float] = []
+
+    def look_again(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 3:
+            os.kill(holder.pid, signal.SIGKILL)
+            holder.wait()
+
+    monkeypatch.setattr(
+        "tuneserve.runlock.time", SimpleNamespace(sleep=look_again, monotonic=time.monotonic)
+    )
+    with caplog.at_level(logging.INFO), hold(waiting, "second", "now"):
+        assert looks == [1.0, 1.0, 1.0], "it looks again until the other is gone, and then no more"
+        assert holder.returncode == -signal.SIGKILL
+        (note,) = (home / "locks").glob("*.lock")
+        assert json.loads(note.read_text())["run"] == "second"
+    said = [r.getMessage() for r in caplog.records if "waiting" in r.getMessage()]
+    assert len(said) == 1 and "'default' is held by run first (weekly, process" in said[0]
 
 
 def test_waiting_has_an_end(home: Path) -> None:
