@@ -6,17 +6,22 @@ it behaves is read from `stub.json` in the model folder:
     start_seconds   wait before listening
     die             print this and end with status 1
     names           served names instead of ours
-    hang            chat completions never come
+    hang            chat completions never come; also after SIGUSR1
     never_stop      finish_reason is length
     shift           /tokenize adds 1 to the id at this index
     nats            loss of every prompt token (an answer is "x")
     token_seconds   time per answered token
     chatter_bytes   so much is logged at the start
-    engine          start a child that ignores SIGTERM; /health is 503 once it is gone
+    engine          start a child that ignores SIGTERM and, like vLLM's, writes a title over its
+                    command line and environment; /health is 503 once it is gone
+    apart           start a child in a session of its own; its number is in apart.pid by the socket
+    memory          a file that stands for the memory of the device, which has room for one server;
+                    it holds the release that has it
 """
 
 from __future__ import annotations
 
+import fcntl
 import http.server
 import json
 import os
@@ -33,6 +38,16 @@ from typing import Any
 
 END = 0
 RELEASE = os.environ.get("TUNESERVE_RELEASE", "none")
+# The places of command line and environment are fields 48 to 51 of proc(5)'s stat.
+_ENGINE = """
+import ctypes, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+fields = open("/proc/self/stat").read().rpartition(")")[2].split()
+begin, end = int(fields[45]), int(fields[48])
+ctypes.memset(begin, 0, end - begin)
+ctypes.memmove(begin, b"VLLM::EngineCore", 16)
+time.sleep(3600)
+"""
 
 
 def render(messages: list[dict[str, Any]], *, generate: bool = False) -> list[int]:
@@ -221,8 +236,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _chat(self, body: dict[str, Any]) -> None:
         behaviour = self.server.behaviour
-        if behaviour.get("hang"):
-            time.sleep(3600)
+        while behaviour.get("hang"):
+            if self.server.draining:
+                raise ConnectionAbortedError
+            time.sleep(0.02)
         count = int(body.get("max_tokens") or 8)
         wait = float(behaviour.get("token_seconds", 0.0))
         reason = "length" if behaviour.get("never_stop") else "stop"
@@ -270,6 +287,14 @@ def main(arguments: list[str]) -> int:
     assert arguments[:2] == ["-m", "vllm.entrypoints.openai.api_server"], arguments
     options = dict(zip(arguments[2:], arguments[3:], strict=False))
     behaviour = json.loads((Path(options["--model"]) / "stub.json").read_text())
+    memory = open(behaviour.get("memory", os.devnull), "a")  # held until we end, however
+    if memory.name != os.devnull:
+        try:
+            fcntl.flock(memory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            sys.stderr.write("torch.OutOfMemoryError: CUDA out of memory\n")
+            return 1
+        Path(memory.name).write_text(RELEASE)
     time.sleep(float(behaviour.get("start_seconds", 0.0)))
     for _ in range(int(behaviour.get("chatter_bytes", 0)) // 100):
         sys.stderr.write("x" * 99 + "\n")
@@ -278,8 +303,11 @@ def main(arguments: list[str]) -> int:
         return 1
     server = _Server(options["--uds"], [options["--served-model-name"]], behaviour)
     if behaviour.get("engine"):
-        code = "import signal,time; signal.signal(15, signal.SIG_IGN); time.sleep(3600)"
-        server.engine = subprocess.Popen([sys.executable, "-c", code])
+        server.engine = subprocess.Popen([sys.executable, "-c", _ENGINE])
+    if behaviour.get("apart"):
+        code = "import time; time.sleep(3600)"
+        apart = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+        Path(options["--uds"]).with_name("apart.pid").write_text(str(apart.pid))
 
     def drain(*_: object) -> None:
         server.draining = True
@@ -292,6 +320,7 @@ def main(arguments: list[str]) -> int:
         threading.Thread(target=wait).start()
 
     signal.signal(signal.SIGTERM, drain)
+    signal.signal(signal.SIGUSR1, lambda *_: behaviour.update(hang=True))
     server.serve_forever(poll_interval=0.05)
     return 0
 

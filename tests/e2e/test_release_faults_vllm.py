@@ -23,10 +23,10 @@ from tuneserve.release import control
 from tuneserve.release.layout import layout
 from tuneserve.release.ready import healthy
 from tuneserve.release.request import ReleaseRequest
+from tuneserve.release.sessions import process_start, session_members
 from tuneserve.release.stage import release
 from tuneserve.release.supervisor import Keeper, server_program
 from tuneserve.release.unixhttp import load_of
-from tuneserve.release.wrapper import session_members
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 
@@ -45,6 +45,10 @@ def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def engines(session: int) -> list[int]:
     """Processes of a server that are not its API process."""
     return [pid for pid in session_members(session) if pid != session]
+
+
+def gone(pids: list[int]) -> bool:
+    return all(process_start(pid) is None for pid in pids)
 
 
 def test_a_killed_api_process_and_a_keeper_that_is_ended_while_vllm_loads(
@@ -84,12 +88,18 @@ def test_a_killed_api_process_and_a_keeper_that_is_ended_while_vllm_loads(
     assert held.status_code == 200 and held.headers["x-tuneserve-release"] == made
     assert time.monotonic() - killed > 5
 
+    # The engine's and the workers' command lines say nothing of the run root: they are asked for
+    # one by one.
+    session = keeper._session(program)
+    assert session is not None and len(before := session_members(session)) >= 3
     os.kill(int((layout().root / "supervisord.pid").read_text()), signal.SIGKILL)
-    wait_for(lambda: not processes_of(home))
+    wait_for(lambda: gone(before) and not processes_of(home))
     keep = subprocess.Popen([sys.executable, "-m", "tuneserve", "keep"], stderr=subprocess.PIPE)
     wait_for(lambda: (loading := keeper._session(program)) and engines(loading), 120)
     assert keep.poll() is None
+    session = keeper._session(program)
+    assert session is not None and len(loading := session_members(session)) >= 2
     keep.send_signal(signal.SIGTERM)
     _, said = keep.communicate(timeout=60)
     assert keep.returncode == 0, said.decode()
-    assert not processes_of(home)
+    assert gone(loading) and not processes_of(home)

@@ -28,10 +28,10 @@ from tuneserve.release import control
 from tuneserve.release.layout import layout
 from tuneserve.release.parity import tokenize
 from tuneserve.release.request import ReleaseRequest
+from tuneserve.release.sessions import session_members
 from tuneserve.release.stage import release
 from tuneserve.release.supervisor import Keeper, server_program
 from tuneserve.release.unixhttp import ask
-from tuneserve.release.wrapper import session_members
 from tuneserve.runfile import parse_run
 from tuneserve.stages import StageContext
 

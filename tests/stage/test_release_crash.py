@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from release_house import House
+from release_house import House, wait_for
 from tuneserve.release import control, state
 from tuneserve.release.layout import current_release, layout
 from tuneserve.release.stage import release
@@ -63,12 +63,30 @@ def check_order(house: House, allowed: set[str]) -> str:
     return str(active)
 
 
+def room_for(house: House, rollout: str) -> dict[str, str]:
+    """`hold` is for a device with room for one server; what holds it keeps the others out."""
+    return {"memory": str(house.folder / "memory")} if rollout == "hold" else {}
+
+
+def test_kill_9_while_the_one_server_there_is_room_for_is_a_candidate(house: House) -> None:
+    room = room_for(house, "hold")
+    first = release(house.request("a", behaviour=room))["release"]
+    request = house.request("b", rollout="hold", behaviour={**room, "start_seconds": 3600})
+    code = pickle.dumps(("release", request)).hex()
+    releasing = subprocess.Popen([sys.executable, "-c", _KILLED, "1000", code])
+    wait_for(lambda: (house.folder / "memory").read_text() not in ("", first))
+    releasing.kill()
+    releasing.wait()
+    assert check_order(house, {first}) == first
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("rollout", ["blue_green", "hold"])
 def test_kill_9_at_every_step_of_a_release(house: House, rollout: str) -> None:
-    first = release(house.request("a"))["release"]
+    room = room_for(house, rollout)
+    first = release(house.request("a", behaviour=room))["release"]
     for step in range(40):
-        request = house.request(f"b{step}", rollout=rollout)
+        request = house.request(f"b{step}", rollout=rollout, behaviour=room)
         status = run_and_kill(step, "release", request)
         known = set(state.read(layout()).releases)
         active = check_order(house, known)
@@ -81,8 +99,9 @@ def test_kill_9_at_every_step_of_a_release(house: House, rollout: str) -> None:
 
 @pytest.mark.parametrize("rollout", ["blue_green", pytest.param("hold", marks=pytest.mark.full)])
 def test_kill_9_at_every_step_of_a_promotion(house: House, rollout: str) -> None:
-    first = release(house.request("a"))["release"]
-    second = release(house.request("b", rollout=rollout))["release"]
+    room = room_for(house, rollout)
+    first = release(house.request("a", behaviour=room))["release"]
+    second = release(house.request("b", rollout=rollout, behaviour=room))["release"]
     target = first
     for step in range(20):
         status = run_and_kill(step, "promote", target)

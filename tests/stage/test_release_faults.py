@@ -23,9 +23,9 @@ from tuneserve.errors import (
 from tuneserve.release import control, state
 from tuneserve.release.capacity import device_memory_bytes
 from tuneserve.release.layout import layout
+from tuneserve.release.sessions import session_members
 from tuneserve.release.stage import release
 from tuneserve.release.supervisor import GATEWAY, server_program
-from tuneserve.release.wrapper import session_members
 
 
 def test_a_taken_port_is_found_before_anything_is_started(house: House) -> None:

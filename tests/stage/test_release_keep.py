@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -17,11 +18,12 @@ import pytest
 
 import release_stub as stub
 from release_house import House, processes_of, wait_for
+from tuneserve.errors import DeviceBusy
 from tuneserve.release import control, state
 from tuneserve.release.layout import layout
+from tuneserve.release.sessions import process_start
 from tuneserve.release.stage import release
 from tuneserve.release.supervisor import Keeper, server_program
-from tuneserve.release.wrapper import process_start
 
 
 @pytest.fixture
@@ -90,3 +92,29 @@ def test_a_machine_that_restarts_serves_again_and_ends_cleanly_while_servers_loa
     _, said = serving.communicate(timeout=30)
     assert (serving.returncode, answers) == (0, [200]), said
     assert not processes_of(house.folder)
+
+
+def test_a_server_that_the_process_keeper_gave_up_is_revived(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tuneserve.release.supervisor.START_TRIES", 0)
+    made = release(house.request())["release"]
+    program = server_program(made)
+    keeping = subprocess.Popen([sys.executable, "-m", "tuneserve", "keep"])
+
+    def has_looked() -> bool:
+        with contextlib.suppress(DeviceBusy), state.lock_name(layout(), "default", "asking"):
+            return True
+        return False
+
+    try:
+        for _ in range(2):  # the first time may be while it looks after everything at its start
+            session = Keeper(layout())._session(program)
+            assert session is not None
+            os.kill(session, signal.SIGKILL)
+            wait_for(lambda: not Keeper(layout()).members(program))
+            wait_for(lambda: house.chat(1).is_success, 60)
+            wait_for(has_looked)
+    finally:
+        keeping.send_signal(signal.SIGTERM)
+        keeping.wait(60)

@@ -12,12 +12,12 @@ from typing import Any
 from tuneserve.config import GatesSection, RunFile, ServeSection
 from tuneserve.errors import DeviceBusy, InputError, ServerError, TuneserveError
 from tuneserve.places import run_root
-from tuneserve.release import keys, promote, state, traffic
+from tuneserve.release import keys, mend, promote, state, traffic
 from tuneserve.release.address import Listen
 from tuneserve.release.capacity import device_memory_bytes
 from tuneserve.release.gateway import root_certificate
 from tuneserve.release.layout import current_release, layout
-from tuneserve.release.ready import Child, check_answers, healthy
+from tuneserve.release.ready import healthy
 from tuneserve.release.request import ReleaseRequest
 from tuneserve.release.stage import release
 from tuneserve.release.supervisor import GATEWAY, Keeper, server_program
@@ -30,7 +30,6 @@ log = logging.getLogger(__name__)
 
 READY_SECONDS = 900.0
 _DRAIN_SECONDS = 120.0
-_SHORT_CHAT = [{"role": "user", "content": "Reply with one word: hello"}]
 
 
 def release_model_dir(
@@ -163,10 +162,10 @@ def _mend_interrupted(servers: promote.Servers) -> dict[str, str]:
     busy: dict[str, str] = {}
     if not servers.keeper.running():
         return busy
-    for name in promote.out_of_order(servers):
+    for name in mend.out_of_order(servers):
         try:
             with state.lock_name(servers.places, name, "mending"):
-                promote.reconcile(servers, name, ready_seconds=READY_SECONDS)
+                mend.reconcile(servers, name, ready_seconds=READY_SECONDS)
         except DeviceBusy as error:  # it is not interrupted
             busy[name] = str(error)
     return busy
@@ -201,7 +200,7 @@ def up() -> dict[str, Any]:
             with state.change(places) as changed:
                 changed.names[name].wanted = "up"
             try:
-                promote.reconcile(servers, name, ready_seconds=READY_SECONDS)
+                mend.reconcile(servers, name, ready_seconds=READY_SECONDS)
             except TuneserveError as error:  # the other names still come up
                 log.error("%s: %s", name, error)
                 failed.append(error)
@@ -258,7 +257,7 @@ def promote_release(id: str, *, keep_warm: bool = False) -> dict[str, Any]:
 
     Raises:
         InputError: It is unknown, was never proven, or its model is gone.
-        ServerError: It does not come up; what was serving goes on serving.
+        ServerError: It does not come up, or answers no chat; what was serving goes on serving.
     """
     places = layout()
     servers = promote.Servers(places, Keeper(places))
@@ -272,8 +271,15 @@ def promote_release(id: str, *, keep_warm: bool = False) -> dict[str, Any]:
     with state.lock_name(places, record.name, f"promoting {record.id}"):
         if not servers.keeper.running():
             raise ServerError("nothing is running", hint="start what served with `tuneserve up`")
-        promote.settle(servers, record.name, ready_seconds=READY_SECONDS)
-        _switch_to(servers, record, keep_warm=keep_warm)
+        mend.tidy(servers, record.name)  # a champion that is down is not waited for
+        if state.read(places).name(record.name).active == record.id:
+            _serve_current(servers, record)
+        else:
+            try:
+                _switch_to(servers, record, keep_warm=keep_warm)
+            except TuneserveError:
+                mend.settle(servers, record.name, ready_seconds=READY_SECONDS)
+                raise
     return {"name": record.name, "release": record.id}
 
 
@@ -300,26 +306,18 @@ def rollback(name: str | None = None, *, keep_warm: bool = False) -> dict[str, A
     return promote_release(earlier[-1], keep_warm=keep_warm)
 
 
+def _serve_current(servers: promote.Servers, record: state.Release) -> None:
+    with state.change(servers.places) as changed:
+        changed.names[record.name].wanted = "up"
+    mend.reconcile(servers, record.name, ready_seconds=READY_SECONDS)
+    log.info("%s serves %s, which was current already", record.name, record.id)
+
+
 def _switch_to(servers: promote.Servers, record: state.Release, *, keep_warm: bool) -> None:
     known = state.read(servers.places)
     entry = known.names[record.name]
-    if entry.active == record.id:
-        log.info("%s already serves %s", record.name, record.id)
-        return
-
-    def start_and_check() -> None:
-        promote.start_again(servers, record, READY_SECONDS)
-        check_answers(
-            Child(servers.keeper, record.id),
-            servers.places.socket(record.id),
-            record.name,
-            [_SHORT_CHAT],
-            max_tokens=8,
-            must_stop=False,
-        )
-
     promote.end_warm(servers, record.name, but=record.id)
-    active = known.releases.get(entry.active or "")
+    active = known.releases.get(entry.active or "") if entry.wanted == "up" else None
     held = active is not None and "hold" in (active.rollout, record.rollout)
     if held and entry.warm != record.id:  # there may be no memory for two
         if keep_warm:
@@ -327,7 +325,7 @@ def _switch_to(servers: promote.Servers, record: state.Release, *, keep_warm: bo
         promote.replace_while_held(
             servers,
             record,
-            start_and_check,
+            lambda: promote.start_again(servers, record, READY_SECONDS),
             drain_seconds=_DRAIN_SECONDS,
             restart_champion=lambda old: promote.start_again(servers, old, READY_SECONDS),
             end_refused=servers.stop,
@@ -335,7 +333,7 @@ def _switch_to(servers: promote.Servers, record: state.Release, *, keep_warm: bo
         return
     with promote.promoting(servers, record):
         try:
-            start_and_check()
+            promote.start_again(servers, record, READY_SECONDS)
         except BaseException:
             servers.stop(record.id)
             raise

@@ -8,7 +8,7 @@ import time
 from types import FrameType
 
 from tuneserve.errors import DeviceBusy, TuneserveError
-from tuneserve.release import control, promote, state
+from tuneserve.release import control, mend, promote, state
 from tuneserve.release.address import Listen
 from tuneserve.release.layout import Layout, layout
 from tuneserve.release.supervisor import GATEWAY, Keeper
@@ -94,17 +94,19 @@ def _look(servers: promote.Servers, *, every: bool) -> list[TuneserveError]:
 
     Args:
         servers: The servers.
-        every: Look at every server, not only at names that an interrupted command left behind.
+        every: Look at every server, not only at names that an interrupted command left behind or
+            whose server has no process any more.
     """
     failed: list[TuneserveError] = []
     try:
         _look_at_gateway(servers)
     except TuneserveError as error:  # the servers load meanwhile
         failed.append(error)
-    for name in _wanted(servers.places) if every else promote.out_of_order(servers):
+    names = {*mend.out_of_order(servers), *mend.ended(servers)}
+    for name in sorted(names.union(_wanted(servers.places) if every else ())):
         try:
             with state.lock_name(servers.places, name, "starting what served"):
-                promote.reconcile(servers, name, ready_seconds=control.READY_SECONDS)
+                mend.reconcile(servers, name, ready_seconds=control.READY_SECONDS)
         except DeviceBusy as error:  # who holds it puts it in order, unless that is killed
             if every:
                 failed.append(error)

@@ -3,8 +3,8 @@
 What requests reach is one symlink. `blue_green`: the candidate is proven beside the champion,
 the symlink is renamed, the champion finishes its answers and ends. `hold`: the symlink points at
 nothing for a while, so the gateway holds new requests; the champion finishes and ends, the
-candidate starts. A crash between two steps leaves `promoting` in the state file: `reconcile`
-finishes or undoes what was begun.
+candidate starts. A crash between two steps leaves `promoting` in the state file: `mend` finishes or
+undoes what was begun.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ from tuneserve.errors import InputError, ServerError, TuneserveError
 from tuneserve.release import entrance, state
 from tuneserve.release.address import Listen
 from tuneserve.release.layout import Layout, current_release, point
-from tuneserve.release.ready import Child, healthy, wait_until_up
+from tuneserve.release.ready import Child, check_chat, healthy, wait_until_up
+from tuneserve.release.sessions import process_start
 from tuneserve.release.supervisor import Keeper, Program, server_program
-from tuneserve.release.unixhttp import load_of
+from tuneserve.release.unixhttp import listens, load_of
 from tuneserve.release.vllm_command import ServerCommand
-from tuneserve.release.wrapper import process_start
 
 log = logging.getLogger(__name__)
 
 HOLD = "hold"  # the folder a name points to while its requests are held
 _KEPT_RELEASES = 5
 _SETTLE_SECONDS = 0.5
+# For one short chat: of a server that just started, and of one that has served all the time.
+_FIRST_CHAT_SECONDS, _NEXT_CHAT_SECONDS = 180.0, 60.0
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,8 @@ class Servers:
 
         Its own count of running requests decides, twice in a row: a request may be between the
         gateway and the server when the symlink is renamed. SIGTERM comes only afterwards,
-        because a server that is shutting down refuses what it has not begun.
+        because a server that is shutting down refuses what it has not begun. One that loads, or
+        has died, has nothing to answer and is not waited for.
         """
         socket_path = self.places.socket(release)
         deadline = time.monotonic() + limit_seconds
@@ -95,7 +98,7 @@ class Servers:
         while quiet < 2 and time.monotonic() < deadline:
             answer = healthy(socket_path, release, timeout_seconds=5.0)
             load = load_of(answer) if answer else None
-            if answer is None and self.keeper.members(server_program(release)):
+            if answer is None and listens(socket_path):
                 time.sleep(_SETTLE_SECONDS)  # alive but too busy to answer: not a sign of rest
                 continue
             if load is None:
@@ -150,7 +153,7 @@ def make_current(
         changed.names.setdefault(release.name, state.Name()).promoting = release.id
     servers.switch(release.name, release.id)
     with state.change(places) as changed:
-        _set_active(changed, release.name, release.id, keep_warm=keep_warm)
+        set_active(changed, release.name, release.id, keep_warm=keep_warm)
     point_default(servers)
     log.info("%s: requests now reach %s", release.name, release.id)
     if old and old not in (release.id, HOLD) and not keep_warm:
@@ -172,7 +175,8 @@ def end_warm(servers: Servers, name: str, *, but: str | None = None) -> None:
     servers.stop(warm)
 
 
-def _set_active(changed: state.State, name: str, release: str, *, keep_warm: bool = False) -> None:
+def set_active(changed: state.State, name: str, release: str, *, keep_warm: bool = False) -> None:
+    """Write down that a release is the one that requests of `name` reach."""
     entry = changed.names[name]
     entry.promoting = None
     entry.wanted = "up"
@@ -232,90 +236,31 @@ def replace_while_held(
             finally:  # whatever became of the candidate, somebody must take the held requests
                 if champion:
                     log.warning("the candidate was refused: starting %s again", champion)
-                    restart_champion(state.read(places).release(champion))
-                    servers.switch(release.name, champion)
+                    try:
+                        restart_champion(state.read(places).release(champion))
+                    finally:  # they are held until it listens
+                        servers.switch(release.name, champion)
             raise
     make_current(servers, release, drain_seconds=drain_seconds)
 
 
-def reconcile(servers: Servers, name: str, *, ready_seconds: float) -> None:
-    """Bring symlink, state file and processes together after a crash. Hold the name's lock.
-
-    The release that requests reach wins when its server lives; else the one the file calls
-    active, whose server is started. Servers that are neither are ended.
-    """
-    places, keeper = servers.places, servers.keeper
-    entry = state.read(places).names.get(name)
-    if entry is None or entry.wanted != "up":
-        return
-    current = current_release(places, name)
-    begun = entry.promoting
-    if begun:
-        log.warning("a switch of %s to %s was interrupted; putting it in order", name, begun)
-    up = {
-        release.id: (info := keeper.info(server_program(release.id))) is not None and info.up
-        for release in state.read(places).releases.values()
-        if release.name == name
-    }
-    with state.change(places) as changed:
-        if begun and current == begun and up.get(begun):
-            _set_active(changed, name, begun)
-        changed.names[name].promoting = None
-        if changed.names[name].warm and not up.get(changed.names[name].warm or ""):
-            changed.names[name].warm = None
-        entry = changed.names[name]
-    if entry.active:
-        start_again(servers, state.read(places).release(entry.active), ready_seconds)
-        if current_release(places, name) != entry.active:
-            servers.switch(name, entry.active)
-        point_default(servers)
-    for release, running in up.items():
-        if running and release not in (entry.active, entry.warm):
-            log.warning("ending %s, which nothing refers to", release)
-            servers.drain(release, 30.0)
-            servers.stop(release)
-
-
-def settle(servers: Servers, name: str, *, ready_seconds: float) -> None:
-    """Reconcile before a switch; a champion that cannot be started must not bar its successor."""
-    try:
-        reconcile(servers, name, ready_seconds=ready_seconds)
-    except TuneserveError as error:
-        log.error("what served %s cannot be started again: %s", name, error)
-
-
-def out_of_order(servers: Servers) -> list[str]:
-    """Names whose symlink, state and processes do not agree: somebody is at it, or was killed."""
-    known = state.read(servers.places)
-    processes = servers.keeper.all()
-    found = []
-    for name, entry in known.names.items():
-        if entry.wanted != "up":
-            continue
-        strays = [
-            release.id
-            for release in known.releases.values()
-            if release.name == name
-            and release.id not in (entry.active, entry.warm)
-            and (info := processes.get(server_program(release.id))) is not None
-            and info.up
-        ]
-        if entry.promoting or strays or current_release(servers.places, name) != entry.active:
-            found.append(name)
-    return found
-
-
 def start_again(servers: Servers, release: state.Release, ready_seconds: float) -> None:
-    """Start a release that was proven before, unless it runs; wait until it answers.
+    """Start a release that was proven before, unless it runs; wait until it answers a chat.
 
     Raises:
         InputError: Its model folder is gone.
-        ServerError: It does not come up.
+        ServerError: It does not come up, or does not answer; it is left running.
     """
     program = server_program(release.id)
     info = servers.keeper.info(program)
     socket_path = servers.places.socket(release.id)
+    child = Child(servers.keeper, release.id)
     if info and info.up and healthy(socket_path, release.id):
+        try:
+            check_chat(child, socket_path, release.name, timeout_seconds=_NEXT_CHAT_SECONDS)
+        except ServerError as error:
+            error.hint = f"`tuneserve down {release.name}`, then `tuneserve up`, starts it anew"
+            raise
         return
     if not (Path(release.model) / "config.json").is_file():
         raise InputError(
@@ -330,9 +275,8 @@ def start_again(servers: Servers, release: state.Release, ready_seconds: float) 
     if not info.up:
         log.info("starting %s again", release.id)
         servers.keeper.start(program)
-    wait_until_up(
-        Child(servers.keeper, release.id), socket_path, release.name, limit_seconds=ready_seconds
-    )
+    wait_until_up(child, socket_path, release.name, limit_seconds=ready_seconds)
+    check_chat(child, socket_path, release.name, timeout_seconds=_FIRST_CHAT_SECONDS)
 
 
 def _forget_old(servers: Servers, name: str) -> None:

@@ -23,14 +23,13 @@ from tuneserve.release.heldout import Row, spread
 from tuneserve.release.judging import Measured, Subject, judge_candidate, rows_to_score
 from tuneserve.release.model_files import ModelFacts
 from tuneserve.release.parity import check_parity
-from tuneserve.release.ready import check_answers, prompts_of, wait_until_up
+from tuneserve.release.ready import SHORT_CHAT, check_answers, prompts_of, wait_until_up
 from tuneserve.release.request import ReleaseRequest
 from tuneserve.release.supervisor import server_program
 
 log = logging.getLogger(__name__)
 
 _SAMPLES = 4
-_SIMPLE_PROMPT = [{"role": "user", "content": "Reply with one word: hello"}]
 
 
 @dataclass
@@ -82,7 +81,7 @@ def prove(servers: promote.Servers, candidate: Candidate) -> None:
         facts["parity"] = f"{parity['chats']} chats give exactly the trained ids"
     else:
         skipped.append("parity with the trained ids: no dataset was given")
-    prompts = prompts_of(candidate.rows, _SAMPLES) or [_SIMPLE_PROMPT]
+    prompts = prompts_of(candidate.rows, _SAMPLES) or [SHORT_CHAT]
     with _named(servers, candidate, "answers end", skipped, facts, command.arguments):
         sample = check_answers(
             child,

@@ -24,6 +24,7 @@ _POLL_SECONDS = 0.25
 _SAY_EVERY_SECONDS = 10.0
 _PROBE_SECONDS = 10.0
 _LAST_LINES = 20
+SHORT_CHAT = [{"role": "user", "content": "Reply with one word: hello"}]
 # Lines of a dying server that mean something to the user, and what to do about each.
 _CAUSES: tuple[tuple[str, type[TuneserveError], str], ...] = (
     (
@@ -200,6 +201,15 @@ def check_answers(
         )
     log.warning("no answer ended by itself within %d tokens", max_tokens)
     return sample
+
+
+def check_chat(child: Child, socket_path: Path, model: str, *, timeout_seconds: float) -> None:
+    """Ask a server that was proven before for one short chat; /health says nothing of its engine.
+
+    Raises:
+        ServerError: It refuses the chat, or generation hangs although /health is well.
+    """
+    _one_answer(child, socket_path, model, SHORT_CHAT, 8, timeout_seconds)
 
 
 def _one_answer(

@@ -20,7 +20,7 @@ from tuneserve.errors import DeviceBusy
 from tuneserve.ladder import Execute
 from tuneserve.places import run_root
 from tuneserve.plan.machine import visible_cards
-from tuneserve.release import promote, state
+from tuneserve.release import mend, promote, state
 from tuneserve.release.address import Listen
 from tuneserve.release.layout import layout
 from tuneserve.release.supervisor import Keeper, server_program
@@ -120,7 +120,7 @@ class AtRest:
                     lambda: servers.ensure_gateway(listen.as_files_are()), "the gateway's start"
                 )
             for name in self._resting:
-                promote.settle(servers, name, ready_seconds=self._run.serve.ready_timeout_seconds)
+                mend.settle(servers, name, ready_seconds=self._run.serve.ready_timeout_seconds)
         finally:
             self._locks.close()
             self._locks, self._resting = None, []
@@ -128,13 +128,11 @@ class AtRest:
     def _mend(self) -> None:
         """Start what a run that was killed left at rest."""
         servers = self._running()
-        for name in promote.out_of_order(servers) if servers else ():
+        for name in mend.out_of_order(servers) if servers else ():
             assert servers is not None
             with contextlib.suppress(DeviceBusy):  # it is not left: somebody is at it
                 with state.lock_name(servers.places, name, "mending"):
-                    promote.settle(
-                        servers, name, ready_seconds=self._run.serve.ready_timeout_seconds
-                    )
+                    mend.settle(servers, name, ready_seconds=self._run.serve.ready_timeout_seconds)
 
 
 def _is_elsewhere(servers: promote.Servers, name: str, gpus: int) -> bool:

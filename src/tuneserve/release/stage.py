@@ -13,16 +13,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tuneserve.config import ServeSection
 from tuneserve.errors import InputError, RunFileError
 from tuneserve.progress import human_bytes
-from tuneserve.release import address, capacity, entrance, keys, promote, state
+from tuneserve.release import address, capacity, entrance, keys, mend, promote, state
 from tuneserve.release.gate_report import markdown
 from tuneserve.release.gates import GateReport
 from tuneserve.release.heldout import Row, read_rows
 from tuneserve.release.layout import layout
 from tuneserve.release.model_files import ModelFacts, read_model
 from tuneserve.release.proving import Candidate, measure_champion, prove, title_of
-from tuneserve.release.ready import healthy
 from tuneserve.release.request import ReleaseRequest, check_tools, request_of
 from tuneserve.release.supervisor import Keeper, server_program
 from tuneserve.stages import StageContext
@@ -78,23 +78,18 @@ def _release_locked(
     """Re-use the active release when it is the one asked for, else bring up a candidate."""
     places, name = servers.places, request.serve.name
     servers.keeper.ensure_running()
-    promote.settle(servers, name, ready_seconds=request.serve.ready_timeout_seconds)
+    answers = mend.settle(servers, name, ready_seconds=request.serve.ready_timeout_seconds)
     known = state.read(places)
     entry = known.names.get(name, state.Name())
     record = known.find(name, request.key)
     champion = entry.active if entry.wanted == "up" else None
     servers.ensure_gateway(listen)
-    if record and record.proven and record.id == champion:
-        if healthy(places.socket(record.id), record.id):
-            log.info("%s already serves this model as %s", name, record.id)
-            return record, True
+    if record and record.proven and record.id == champion and answers:
+        log.info("%s already serves this model as %s", name, record.id)
+        return record, True
     if record and record.proven and champion in (None, record.id):
         log.info("%s was proven before and nothing else serves: starting it again", record.id)
-        with promote.promoting(servers, record):
-            promote.start_again(servers, record, request.serve.ready_timeout_seconds)
-        promote.make_current(
-            servers, record, drain_seconds=float(request.serve.drain_timeout_seconds)
-        )
+        _start_anew(servers, record, champion, request.serve)
         return record, True
     promote.end_warm(servers, name)
     room = _room(request, facts, rows, servers, champion)
@@ -107,6 +102,22 @@ def _release_locked(
     measure_champion(servers, candidate, champion)
     _bring_up(servers, candidate, champion)
     return record, False
+
+
+def _start_anew(
+    servers: promote.Servers, record: state.Release, champion: str | None, serve: ServeSection
+) -> None:
+    """Start a release that was proven before and make it current; one that runs, but answers
+    nothing, is ended first."""
+    with promote.promoting(servers, record):
+        servers.stop(record.id)
+        try:
+            promote.start_again(servers, record, serve.ready_timeout_seconds)
+        except BaseException:
+            if champion is None:  # else the process keeper goes on trying
+                servers.stop(record.id)
+            raise
+    promote.make_current(servers, record, drain_seconds=float(serve.drain_timeout_seconds))
 
 
 def _listen(request: ReleaseRequest, keys_file: Path) -> address.Listen:

@@ -25,13 +25,19 @@ from typing import Any
 from tuneserve.artifacts import write_json_atomic
 from tuneserve.errors import ServerError
 from tuneserve.release.layout import Layout
-from tuneserve.release.wrapper import end_session, process_start, session_members
+from tuneserve.release.sessions import (
+    end_session,
+    process_start,
+    recorded_session,
+    session_members,
+)
 
 log = logging.getLogger(__name__)
 
 _START_SECONDS = 20.0
 _KILL_SECONDS = 10.0
 LOG_ROTATE_BYTES = 10 * 2**20
+START_TRIES = 20
 RUN_VARIABLE = "TUNESERVE_RUN_ROOT"
 GATEWAY = "gateway"
 # What a model server has no use for and what must not show in any process's environment.
@@ -252,11 +258,9 @@ class Keeper:
         """Kill what runs for this run root without a keeper; returns the processes found."""
         found: list[int] = []
         for record in (self.places.conf / "programs").glob("*.group"):
-            with contextlib.suppress(OSError, ValueError):
-                session = int(record.read_text("ascii"))
-                if any(_runs_for(pid, self.places.root) for pid in session_members(session)):
-                    found += session_members(session)
-                    end_session(session)
+            if session := recorded_session(record, self.places.root):
+                found += session_members(session)
+                end_session(session)
             record.unlink(missing_ok=True)
         for entry in os.listdir("/proc"):
             if entry.isdigit() and _runs_for(int(entry), self.places.root):
@@ -272,10 +276,7 @@ class Keeper:
         return self.places.conf / "programs" / f"{name}.group"
 
     def _session(self, name: str) -> int | None:
-        try:
-            return int(self._group_file(name).read_text("ascii"))
-        except (OSError, ValueError):
-            return None
+        return recorded_session(self._group_file(name), self.places.root)
 
     def _rpc(self) -> Any:
         from supervisor.xmlrpc import SupervisorTransport
@@ -360,7 +361,7 @@ command={command}
 autostart=false
 autorestart=unexpected
 startsecs=60
-startretries=20
+startretries={START_TRIES}
 stopsignal=TERM
 stopasgroup=false
 killasgroup=true

@@ -64,6 +64,20 @@ def ask(path: Path, method: str, url: str, body: Any = None, *, timeout_seconds:
         connection.close()
 
 
+def listens(path: Path) -> bool:
+    """Whether a server takes connections there. One that loads, or has died, does not; one that is
+    too busy to answer does."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except (BlockingIOError, TimeoutError):  # those before us fill its queue
+            return True
+        except OSError:
+            return False
+    return True
+
+
 def load_of(answer: Answer) -> tuple[int, int] | None:
     """Requests running and requests since the start, as the release's middleware tells on
     /health."""

@@ -5,8 +5,8 @@ wrapper starts the server as a session of its own. Four rules:
 
 - SIGTERM goes to the server alone, so that it can finish its answers; then its whole session is
   killed.
-- When the server dies, the rest of its session is killed before the wrapper ends: a restart finds
-  free memory.
+- When the server dies, the rest of its session, and what it started in sessions of their own, is
+  killed before the wrapper ends: a restart finds free memory.
 - When supervisord dies, the kernel kills the wrapper (PR_SET_PDEATHSIG, prctl(2)).
 - When the wrapper dies, however it went, a guard process sees their pipe close and kills the
   session.
@@ -14,7 +14,6 @@ wrapper starts the server as a session of its own. Four rules:
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import http.client
 import json
@@ -29,6 +28,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from tuneserve.release.sessions import (
+    end_children,
+    end_session,
+    process_start,
+    record_session,
+    session_members,
+)
 from tuneserve.release.unixhttp import ask
 
 _PR_SET_PDEATHSIG = 1
@@ -62,8 +68,9 @@ def main(arguments: list[str]) -> int:
         start_new_session=True,
         preexec_fn=_die_with_parent,
     )
-    pipe = _start_guard(server.pid)
-    write_group_file(Path(launch["group_file"]), server.pid)
+    guard, pipe = _start_guard(server.pid)
+    record = Path(launch["group_file"])
+    record_session(record, server.pid)
     stopping = threading.Event()
 
     def stop(signum: int = 0, frame: FrameType | None = None) -> None:
@@ -82,6 +89,10 @@ def main(arguments: list[str]) -> int:
     drain_seconds = float(launch["drain_seconds"])
     status = _wait(server, stopping, broken, lambda: drain_seconds if healthy.is_set() else 5.0)
     end_session(server.pid)
+    end_children(but=guard)
+    if not session_members(server.pid):  # its number may be anybody's from now on
+        record.unlink(missing_ok=True)
+        os.write(pipe, b"0")
     os.close(pipe)
     return 0 if stopping.is_set() else status or 1
 
@@ -127,45 +138,38 @@ def _watch(socket_path: Path, healthy: threading.Event, broken: threading.Event)
 def _watch_prover(launch: dict[str, Any], stop: Callable[[], None]) -> None:
     """End a candidate whose prover died before it was promoted: nobody else would."""
     pid, started = launch["prover"]
-    while process_start(pid) == started:
+    while process_start(pid) == started or _referred(launch, "promoting"):
         time.sleep(1.0)
     if _forsaken(launch):
         stop()
 
 
-def _forsaken(launch: dict[str, Any]) -> bool:
-    """Whether a candidate's prover is gone and nothing in the state refers to the candidate."""
-    pid, started = launch["prover"]
-    if process_start(pid) == started:
-        return False
+def _referred(launch: dict[str, Any], *fields: str) -> bool:
+    """Whether one of these fields of the name's state is this release."""
     try:
         state = json.loads(Path(launch["state_file"]).read_text(encoding="utf-8"))
         entry = state["names"][launch["name"]]
-        kept = {entry["active"], entry["warm"], entry["promoting"]}
+        return launch["release"] in [entry[field] for field in fields]
     except (OSError, ValueError, KeyError):
-        kept = set()
-    if launch["release"] in kept:
+        return False
+
+
+def _forsaken(launch: dict[str, Any]) -> bool:
+    """Whether a candidate's prover is gone and nothing in the state refers to the candidate."""
+    pid, started = launch["prover"]
+    if process_start(pid) == started or _referred(launch, "active", "warm", "promoting"):
         return False
     sys.stderr.write(f"tuneserve: process {pid}, which was proving this server, is gone\n")
     return True
 
 
-def process_start(pid: int) -> int | None:
-    """When a process started, in ticks since boot (proc(5), field 22); None when there is none."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return None
-    fields = text[text.rindex(b")") + 2 :].split()
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])
-
-
-def _start_guard(session: int) -> int:
-    """Fork a process that kills `session` when our end of the pipe closes; returns our end."""
+def _start_guard(session: int) -> tuple[int, int]:
+    """Fork a process that kills `session` when our end of the pipe closes and nothing was written
+    to it; returns the process and our end."""
     reading, writing = os.pipe()
-    if os.fork():
+    if guard := os.fork():
         os.close(reading)
-        return writing
+        return guard, writing
     try:
         os.setsid()
         os.close(writing)
@@ -174,49 +178,10 @@ def _start_guard(session: int) -> int:
             os.dup2(nothing, descriptor)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
-        os.read(reading, 1)
-        end_session(session)
+        if not os.read(reading, 1):
+            end_session(session)
     finally:
         os._exit(0)
-
-
-def end_session(session: int, *, patience_seconds: float = 10.0) -> None:
-    """Kill every process of a session and wait until none is left."""
-    deadline = time.monotonic() + patience_seconds
-    while members := session_members(session):
-        for member in members:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(member, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        if time.monotonic() > deadline:
-            return
-        time.sleep(0.02)
-
-
-def session_members(session: int) -> list[int]:
-    """Live processes of a session; zombies do not count (proc(5): fields 3 and 6 of stat)."""
-    found = []
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit():
-            continue
-        try:
-            text = Path(f"/proc/{entry}/stat").read_bytes()
-        except OSError:
-            continue
-        # The name in brackets may itself hold brackets and spaces.
-        fields = text[text.rindex(b")") + 2 :].split()
-        if int(fields[3]) == session and fields[0] not in (b"Z", b"X"):
-            found.append(int(entry))
-    return found
-
-
-def write_group_file(path: Path, session: int) -> None:
-    """Record the session, so that a later command can end it when all keepers are gone."""
-    provisional = path.with_name(f".{path.name}.{os.getpid()}")
-    provisional.write_text(f"{session}\n", encoding="ascii")
-    provisional.replace(path)
 
 
 def _die_with_parent() -> None:
