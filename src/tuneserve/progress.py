@@ -28,6 +28,12 @@ def human_bytes(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
+def many(count: int, what: str) -> str:
+    """A count with its noun: ``1 pass``, ``2 passes``, ``3 rows``."""
+    plural = f"{what}es" if what.endswith("s") else f"{what}s"
+    return f"{count} {what if count == 1 else plural}"
+
+
 class Progress:
     """Counts work and logs a line at most every `every_seconds`, at the first step and at the
     end.

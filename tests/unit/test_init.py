@@ -16,6 +16,7 @@ import data_bases as bases
 from tuneserve.checkpoint import base as base_module
 from tuneserve.data.conversation import check
 from tuneserve.data.formats import convert, detect
+from tuneserve.data.sources import Sources
 from tuneserve.errors import (
     DataError,
     HubError,
@@ -26,9 +27,11 @@ from tuneserve.errors import (
 )
 from tuneserve.init import init_run
 from tuneserve.init.bases import SUGGESTED
+from tuneserve.init.look import DataLook
+from tuneserve.init.outliers import usual_limit
 from tuneserve.init.write import _scalar
 from tuneserve.plan.build import plan_for
-from tuneserve.plan.machine import Gpu, Machine
+from tuneserve.plan.machine import Gpu, GpuProcess, Machine
 from tuneserve.runfile import load_run_file
 
 ROOT = Path(__file__).parents[2]
@@ -179,12 +182,67 @@ def test_the_card_decides(
     assert made.next_commands[1].endswith(f"--gpu-memory {gib}GiB")
 
 
-def test_says_when_a_retrain_needs_the_server_to_stop(tmp_path: Path, no_hub: None) -> None:
+@pytest.mark.parametrize(("gib", "wanted"), [(24, "stop"), (80, "share")])
+def test_the_second_run_of_the_same_file_fits_too(
+    tmp_path: Path, no_hub: None, gib: int, wanted: str
+) -> None:
+    """With the first one's server on the card: beside it, or in its place."""
     data = chats(tmp_path / "a.jsonl")
-    small = init_run([str(data)], tmp_path / "a.yaml", gpu_memory_bytes=24 * GIB)
-    large = init_run([str(data)], tmp_path / "b.yaml", gpu_memory_bytes=80 * GIB)
-    assert any("tuneserve down" in note for note in small.choice.notes)
-    assert not any("tuneserve down" in note for note in large.choice.notes)
+    made = init_run([str(data)], tmp_path / "run.yaml", gpu_memory_bytes=gib * GIB)
+    run = load_run_file(made.run_file)
+    assert run.serve.while_training == wanted
+    text = made.run_file.read_text()
+    assert ("while_training: stop" in text) == (wanted == "stop")
+    assert ("# downtime in the next run: " in text) == (wanted == "stop")
+    assert not any("tuneserve down" in note for note in made.choice.notes)
+    shape = tmp_path / "config.json"
+    shape.write_text(json.dumps(next(s.config for s in SUGGESTED if s.name == run.model.base)))
+    served = made.choice.plan.serving.peak.needed_bytes
+    server = GpuProcess(7, "vllm", served, ours=True)
+    card = Gpu("card", gib * GIB, gib * GIB - served, (server,))
+    machine = Machine(card, 64 * GIB, 60 * GIB, 900 * GIB, "store")
+    second = plan_for(run, base_dir=tmp_path, machine=machine)
+    assert second.fits and second.blue_green_fits == (run.serve.rollout == "blue_green")
+    sharing = run.model_copy(
+        update={"serve": run.serve.model_copy(update={"while_training": "share"})}
+    )
+    fits = plan_for(sharing, base_dir=tmp_path, machine=machine).fits
+    assert fits == (wanted == "share")
+
+
+def test_one_long_row_does_not_decide_silently(tmp_path: Path, no_hub: None) -> None:
+    data = chats(tmp_path / "a.jsonl", 600)
+    even = init_run([str(data)], tmp_path / "even.yaml", gpu_memory_bytes=24 * GIB)
+    assert not any("longer than" in note for note in even.choice.notes)
+    row = json.loads(data.read_text().splitlines()[0])
+    row["messages"][1]["content"] = "It glows at night. " * 1500  # 28,500 letters: 8,143 tokens
+    with data.open("a") as stream:
+        stream.write(json.dumps(row) + "\n")
+    made = init_run([str(data)], tmp_path / "run.yaml", gpu_memory_bytes=24 * GIB)
+    [note] = [note for note in made.choice.notes if "longer than" in note]
+    start = (
+        "1 row of 601 is longer than 256 tokens; `data.max_length: 256` would leave it out and give"
+    )
+    assert note.startswith(start)
+    # What it would give is what the run without that row got.
+    rows = [each.choice.plan.step.micro_batch for each in (even, made)]
+    assert f"{rows[0]} rows a pass instead of {rows[1]}" in note and rows[0] > rows[1]
+    assert load_run_file(made.run_file).data.max_length == 8192  # and yet no row is left out
+
+
+@pytest.mark.parametrize(
+    ("lengths", "limit"),
+    [
+        ([100] * 99 + [5000], 256),
+        ([300] * 99 + [5000], 384),
+        ([300] * 99 + [700], None),  # less than twice as long
+        ([300] * 95 + [5000] * 5, None),  # more than a hundredth
+        ([100] * 10 + [5000], None),  # too few to call one unusual
+    ],
+)
+def test_what_is_far_longer_than_the_others(lengths: list[int], limit: int | None) -> None:
+    look = DataLook(Sources([], [], [], 0, [], 0), lengths)
+    assert usual_limit(look) == limit
 
 
 def test_several_cards_are_pointed_at(
@@ -192,9 +250,12 @@ def test_several_cards_are_pointed_at(
 ) -> None:
     card = Gpu("NVIDIA H200", 140 * GIB, 140 * GIB)
     machine = Machine(card, 64 * GIB, 60 * GIB, 900 * GIB, "store", gpus=2)
+    monkeypatch.setattr("tuneserve.doctor._installed", {"torch": "2.13.0+cpu"}.get)
     monkeypatch.setattr("tuneserve.init.make.look", lambda *_, **__: machine)
     made = init_run([str(chats(tmp_path / "a.jsonl"))], tmp_path / "run.yaml")
     assert any("train.gpus: 2" in note for note in made.choice.notes)
+    assert made.choice.notes[0].startswith("torch 2.13.0+cpu cannot use the NVIDIA H200: ")
+    assert "rm -rf .venv; make venv ACCEL=cuda" in made.choice.notes[0]
     assert "predicted to take" in made.run_file.read_text()  # the card's rate is known
 
 

@@ -95,6 +95,13 @@ def test_seconds_are_said_for_known_cards(base: Path) -> None:
     assert unknown["steps"] is None and unknown["seconds"] is None
 
 
+def test_the_table_counts_as_people_do(base: Path) -> None:
+    for size, said in ((16, "16 rows of up to 2048 tokens a pass, 1 pass a step"),
+                       (1, "1 row of up to 2048 tokens a pass, 16 passes a step")):  # fmt: skip
+        train = {**RECOMPUTED, "micro_batch": size}
+        assert f"train: {said}" in plan(base, machine(80), train=train).to_json()["table"]
+
+
 def test_next_larger_micro_batch_would_not_fit(base: Path) -> None:
     place = machine(12)
     chosen = plan(base, place, train=RECOMPUTED).step.micro_batch
@@ -104,7 +111,8 @@ def test_next_larger_micro_batch_would_not_fit(base: Path) -> None:
 
 def test_effective_batch_shrinks_with_few_rows(base: Path) -> None:
     few = DataShape((2048,) * 3)
-    found = plan_for(run(base), base_dir=base, data=few, machine=machine())
+    served = run(base, quantize={"methods": ["none"]})  # three rows calibrate nothing
+    found = plan_for(served, base_dir=base, data=few, machine=machine())
     assert (found.step.micro_batch, found.step.accumulation) == (3, 1)
 
 

@@ -17,17 +17,17 @@ from tuneserve.plan.build import Plan, plan_for
 from tuneserve.plan.checks import QUANTIZABLE
 from tuneserve.plan.machine import GpuProcess, Machine
 from tuneserve.plan.speed import step_seconds
-from tuneserve.progress import human_seconds
+from tuneserve.progress import human_seconds, many
 from tuneserve.runfile import parse_run
 
-# In 16 bits first: on one H200 59 s a million tokens of a 7B model with all activations kept, 77 s
+# In 16 bits first: on one H200 55 s a million tokens of a 7B model with all activations kept, 60 s
 # in NF4 (bench/results/h200_plan_points.json). With activations recomputed both take as long, and
 # 16 bits lose nothing to rounding.
 _METHODS: tuple[Literal["lora", "qlora"], ...] = ("lora", "qlora")
 # Below so many tokens a pass a card is not busy, and checkpointing that makes room for more is
 # worth its time.
 _BUSY_TOKENS = 2048
-_LENGTH_STEP, _SHORTEST = 128, 256
+LENGTH_STEP, SHORTEST = 128, 256
 _ASSUMED_LENGTH = 1024
 _HELD_OUT_WANTED, _HELD_OUT_SHARE = 48, (0.02, 0.3)
 _CPU_STEPS = 60
@@ -93,12 +93,24 @@ def choose(
                 return _finished(last, arch, look)
             alone = alone or last
         if alone:  # rows are not left out for the sake of the server
-            alone.notes.append(
-                "a retrain does not fit beside the model that serves: before the next run of this "
-                "file, `tuneserve down`"
-            )
-            return _finished(alone, arch, look)
+            return _finished(_stopping(alone, base_dir, look, machine, folder), arch, look)
     return _finished(last, arch, look)
+
+
+def _stopping(
+    alone: Choice, base_dir: Path, look: DataLook | None, machine: Machine, folder: Path
+) -> Choice:
+    """What fits alone, so that it can be repeated: what serves ends while the next run trains."""
+    values = {**alone.values, "serve": {**alone.values["serve"], "while_training": "stop"}}
+    beside = _beside(machine, alone.plan.serving.peak.needed_bytes)
+    if _try(values, base_dir, look, beside, folder).plan.fits:
+        return _try(values, base_dir, look, machine, folder)
+    # Without a GPU a plan cannot tell what a server would give back.
+    alone.notes.append(
+        "a retrain does not fit beside the model that serves: before the next run of this file, "
+        "`tuneserve down`"
+    )
+    return alone
 
 
 def _beside(machine: Machine, served_bytes: int) -> Machine:
@@ -176,11 +188,11 @@ def _effective_batch(rows: int) -> int:
 def _lengths(arch: Arch, look: DataLook | None) -> Iterator[int]:
     """Limits on a row's tokens to try: all rows first, then shorter ones."""
     longest = look.longest if look else _ASSUMED_LENGTH
-    length = max(_SHORTEST, -(-longest // _LENGTH_STEP) * _LENGTH_STEP)
+    length = max(SHORTEST, -(-longest // LENGTH_STEP) * LENGTH_STEP)
     length = min(length, arch.context)
     yield length
-    while length > _SHORTEST:
-        length = max(_SHORTEST, length // 2 // _LENGTH_STEP * _LENGTH_STEP)
+    while length > SHORTEST:
+        length = max(SHORTEST, length // 2 // LENGTH_STEP * LENGTH_STEP)
         if look is None or look.within(length):
             yield length
 
@@ -262,8 +274,8 @@ def _finished(choice: Choice, arch: Arch, look: DataLook | None) -> Choice:
         "offload": "the plan recomputes activations and keeps their inputs in host memory",
     }[step.checkpointing]
     why["train.micro_batch"] = (
-        f"the plan takes {_many(step.micro_batch, 'row')} a pass, "
-        f"{_many(step.accumulation, 'pass')} a step"
+        f"the plan takes {many(step.micro_batch, 'row')} a pass, "
+        f"{many(step.accumulation, 'pass')} a step"
     )
     why.update(_length_of_training(run, look))
     if look and (seconds := step_seconds(arch, step, plan.machine.device)):
@@ -295,6 +307,8 @@ def _finished(choice: Choice, arch: Arch, look: DataLook | None) -> Choice:
         if run.serve.rollout == "blue_green"
         else "two servers do not fit: requests wait while one takes the other's place"
     )
+    if run.serve.while_training == "stop":
+        why["serve.while_training"] = "downtime in the next run: it does not fit beside what serves"
     why["serve.max_concurrent_chats"] = (
         f"room for so many chats of {plan.serving.max_model_len:,} tokens at once"
     )
@@ -312,11 +326,6 @@ def _too_few_held_out(run: RunFile, held: int) -> list[str]:
         f"about {held} conversations will be held out, and the gates need {least} to decide "
         "anything: add data, name a held-out file in data.eval, or set gates.allow_undecided"
     ]
-
-
-def _many(count: int, what: str) -> str:
-    plural = f"{what}es" if what.endswith("s") else f"{what}s"
-    return f"{count} {what if count == 1 else plural}"
 
 
 def _length_of_training(run: RunFile, look: DataLook | None) -> dict[str, str]:

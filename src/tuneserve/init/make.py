@@ -10,6 +10,7 @@ import shlex
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tuneserve.artifacts import fsync_directory
 from tuneserve.checkpoint.basecheck import read_config
 from tuneserve.data.codes import CODES
 from tuneserve.errors import DataError, OutputExists, TuneserveError
+from tuneserve.init import outliers
 from tuneserve.init.bases import Base, candidates, open_base
 from tuneserve.init.choose import Choice, choose
 from tuneserve.init.example import EXAMPLE_NAME, example_text
@@ -25,7 +27,7 @@ from tuneserve.init.write import text_of
 from tuneserve.places import store_root
 from tuneserve.plan.arch import Arch, arch_from_config
 from tuneserve.plan.machine import Machine, look
-from tuneserve.plan.stage import refuse
+from tuneserve.plan.stage import card_left_idle, refuse
 from tuneserve.progress import human_bytes
 from tuneserve.runfile import load_run_file, parse_run
 
@@ -103,6 +105,8 @@ def make(
             name=name, paths=paths, data=data, machine=machine, folder=folder,
             scratch=Path(scratch), chosen=base is not None,
         )  # fmt: skip
+    if idle := card_left_idle(choice.run, machine):
+        choice.notes.insert(0, f"{idle.message}; {idle.hint}")
     lines = list(_found_lines(choice, found))
     commands = _next(out, gpu_memory_bytes)
     header = [
@@ -131,16 +135,23 @@ def _first_that_fits(
         OutOfMemory: None has; the message is the last one's plan, the hint names smaller bases.
     """
     choice: Choice | None = None
+    shorter: Choice | None = None
     for candidate in names:
         opened = open_base(candidate, scratch, search_from=Path.cwd())
         arch = arch_from_config(read_config(opened.folder))
         said = candidate if candidate.startswith("builtin:") else _base_from(folder, candidate)
         found = _look(data, opened, arch) if data else None
-        choice = choose(
-            name=name, base=said, base_dir=opened.folder, arch=arch, data=paths, look=found,
+        chosen_with = partial(
+            choose, name=name, base=said, base_dir=opened.folder, arch=arch, data=paths,
             machine=machine, folder=folder,
         )  # fmt: skip
+        choice = chosen_with(look=found)
+        if found and not shorter and (limit := outliers.usual_limit(found)):
+            shorter = chosen_with(look=outliers.without(found, limit))
+            shorter = shorter if shorter.plan.fits else None
         if choice.plan.fits:
+            if found and shorter and (text := outliers.note(choice, shorter, found)):
+                choice.notes.append(text)
             _note_data(choice, found)
             return choice, found
         log.info("%s does not fit on %s", candidate, machine.device)

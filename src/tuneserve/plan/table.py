@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tuneserve.progress import human_bytes, human_seconds
+from tuneserve.progress import human_bytes, human_seconds, many
 
 if TYPE_CHECKING:
     from tuneserve.plan.build import Plan, StagePlan
@@ -27,8 +27,8 @@ def table(plan: Plan) -> str:
         f"{human_bytes(machine.disk_free_bytes)} free"
         + (f"; download {human_bytes(plan.download_bytes)}" if plan.download_bytes else ""),
         "",
-        f"train: {plan.step.micro_batch} rows of up to {plan.step.length} tokens a pass, "
-        f"{plan.step.accumulation} passes a step"
+        f"train: {many(plan.step.micro_batch, 'row')} of up to {plan.step.length} tokens a pass, "
+        f"{many(plan.step.accumulation, 'pass')} a step"
         + (f" on each of {plan.step.gpus} GPUs" if plan.step.gpus > 1 else "")
         + (
             f"; {plan.steps} steps in about {human_seconds(plan.train_seconds)}"
