@@ -6,10 +6,8 @@ predicts in the headers of the shipped run files.
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
-import tempfile
+import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,12 +18,14 @@ from pydantic.fields import FieldInfo
 
 from tuneserve.config import RunFile, Size
 from tuneserve.errors import TuneserveError, error_classes
-from tuneserve.plan.build import Plan, plan_for
-from tuneserve.plan.machine import Gpu, Machine
-from tuneserve.runfile import load_run_file
+from tuneserve.plan.build import Plan
+from tuneserve.plan.speed import step_seconds
 from tuneserve.section import Section
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))  # the tests load this file by its path
+from walkthrough_tables import BLOCKS, RUNS, planned  # noqa: E402
+
 HEAD = """\
 # The run file
 
@@ -169,6 +169,7 @@ same is one object on stdout: `{"error": {"kind", "message", "expected", "hint",
 | 3 | not enough memory, disk or GPU |
 | 4 | a gate refused the candidate; what was serving goes on serving |
 | 5 | an outside service failed: hub, server, port |
+| 130, 143 | Ctrl-C or a request to end (128 and the signal's number); the same command goes on |
 
 Prefect retries only what can pass by itself. What to do about a symptom:
 [troubleshooting.md](troubleshooting.md).
@@ -208,7 +209,6 @@ def _anchor(cls: type) -> str:
 
 
 # The smallest cards of each size, in GiB as their driver says: A10 and L4, RTX 5090, A100, H100.
-RUNS = HERE.parent / "deploy" / "runs"
 SMALLEST_GIB = {
     "gpu-24gb.yaml": 22.4,
     "gpu-32gb.yaml": 31.8,
@@ -216,12 +216,22 @@ SMALLEST_GIB = {
     "gpu-80gb.yaml": 79.6,
     "two-gpus.yaml": 22.4,
 }
+# Cards whose time is said, by the names that `plan/speed.py` knows.
+TIMED = {
+    "gpu-24gb.yaml": ("RTX 4090", "RTX 3090", "A10", "L4"),
+    "gpu-32gb.yaml": ("RTX 5090",),
+    "gpu-48gb.yaml": ("A100", "L40S", "A6000"),
+    "gpu-80gb.yaml": ("H100", "H200", "A100"),
+    "two-gpus.yaml": ("RTX 4090", "RTX 3090", "A10", "L4"),
+}
 
 
 def run_file(name: str) -> str:
-    """A shipped run file whose header says what the plan says of the smallest card of its size."""
+    """A shipped run file whose header says what the plan says of the smallest card of its size,
+    and how long it says that others take.
+    """
     text = (RUNS / name).read_text(encoding="utf-8")
-    plan = _planned(RUNS / name, SMALLEST_GIB[name])
+    plan = planned(RUNS / name, SMALLEST_GIB[name])
     train, evaluate, serve = (
         f"{plan.stages[stage].peak.needed_bytes / 2**30:.0f}"
         for stage in ("train", "evaluate", "serve")
@@ -232,145 +242,36 @@ def run_file(name: str) -> str:
         f"# Predicted: train {train} GiB, evaluate {evaluate} GiB, serve {serve} GiB of {each} "
         f"card; disk {disk:.0f} GiB, {download:.0f} of it download.\n"
     )
-    return re.sub(r"# Predicted: [^\n]*\n", line, text)
+    cards = ", ".join(
+        f"{minutes_a_million(plan, card):.0f}{' min' if first else ''} on an {card}"
+        for first, card in zip((True, *[False] * 9), TIMED[name], strict=False)
+    )
+    if plan.step.gpus > 1:
+        cards = cards.replace(" on an ", f" on {plan.step.gpus} x ")
+    time = f"# Time: by the plan a million training tokens take {cards}.\n"
+    text = re.sub(r"# Predicted: [^\n]*\n", line, text)
+    text = re.sub(r"# Time: [^\n]*\n", time, text)
+    return re.sub(r"--gpu-memory \S+", f"--gpu-memory {SMALLEST_GIB[name]:g}GiB", text, count=1)
 
 
-def _planned(path: Path, gib: float) -> Plan:
-    run = load_run_file(path)
-    shape = f"{run.model.base.rsplit('/', 1)[-1]}.json"
-    size = int(gib * 2**30)
-    card = Gpu(f"a {gib:.0f} GiB GPU", size, size)
-    machine = Machine(card, 64 * 2**30, 60 * 2**30, 200 * 2**30, "store", supposed=True)
-    with tempfile.TemporaryDirectory() as folder:
-        shutil.copyfile(HERE.parent / "tests" / "shapes" / shape, Path(folder) / "config.json")
-        return plan_for(run, base_dir=Path(folder), machine=machine)
+def minutes_a_million(plan: Plan, card: str) -> float:
+    """Minutes of training for a million tokens on a card, or on the several that share a step."""
+    step = plan.step
+    seconds = step_seconds(plan.arch, step, card)
+    assert seconds is not None, card
+    return 1e6 * seconds / (step.tokens * step.accumulation * step.gpus) / 60
 
 
 def walkthrough() -> str:
     """The 7B page with its tables filled from what was measured and what the plan says."""
     text = (HERE / "walkthrough-7b.md").read_text(encoding="utf-8")
-    for name, make in _BLOCKS.items():
+    for name, make in BLOCKS.items():
         before, _, rest = text.partition(f"<!-- {name} -->\n")
         after = rest.partition("<!-- end -->")[2]
         text = f"{before}<!-- {name} -->\n{make()}<!-- end -->{after}"
     return text
 
 
-def _plan_table() -> str:
-    table = _planned(RUNS / "gpu-24gb.yaml", 24).to_json()["table"]
-    return f"```\n{table}\n```\n"
-
-
-def _train_table() -> str:
-    """Timed steps of the 7B shape, with the plan's figure for the same setting beside them."""
-    results = HERE.parent / "bench" / "results"
-    points = json.loads((results / "h200_plan_points.json").read_text(encoding="utf-8"))["points"]
-    rows = json.loads((results / "plan.json").read_text(encoding="utf-8"))["rows"]
-    predicted = {row["setting"]: row["predicted_gib"] for row in rows}
-    lines = [
-        "| base | adapter | recomputed | predicted | measured | a step | a million tokens |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for point in points:
-        if point["shape"] != "qwen2-7b" or "seconds_per_step" not in point:
-            continue
-        kept = {"true": "checkpointing", "false": "all kept", "offload": "checkpoints on the host"}
-        bits = "16 bits" if point["method"] == "lora" else "NF4"
-        targets = point["targets"].replace("_proj", "").replace(",", ", ")
-        adapter = f"r={point['rank']} on {targets}"
-        gib = point["peak_reserved_bytes"] / 2**30
-        guess = _predicted(predicted, point, kept[point["checkpointing"]])
-        lines.append(
-            f"| {bits} | {adapter} | {kept[point['checkpointing']]} | {guess} | {gib:.1f} GiB | "
-            f"{point['seconds_per_step']:.3f} s | {1e6 / point['tokens_per_second']:.0f} s |"
-        )
-    command = "`python tests/gpu/train_step.py`"
-    where = "[bench/results/h200_plan_points.json](../bench/results/h200_plan_points.json)"
-    note = f"Reserved by torch's allocator; {command}, {where}."
-    return "\n".join([*lines, "", note]) + "\n"
-
-
-def _predicted(known: dict[str, float], point: dict[str, Any], kept: str) -> str:
-    bits = "bf16" if point["method"] == "lora" else "nf4"
-    targets = point["targets"].replace("_proj", "").replace(",", " ")
-    size = f"{point['micro_batch']} x {point['length']}"
-    name = f"{point['shape']} {bits} r{point['rank']} {targets}, {size}, {kept}"
-    return f"{known[name]:.1f} GiB" if name in known else "-"
-
-
-def _merge() -> str:
-    """The merge of a 7B shape beside the copy of its files."""
-    path = HERE.parent / "bench" / "results" / "merge_h200_host.json"
-    found = json.loads(path.read_text(encoding="utf-8"))
-    return (
-        f"Measured on the H200's host, cold cache: {found['checkpoint_bytes'] / 1e9:.1f} GB merged "
-        f"in {found['merge_seconds']:.0f} s, where `cp -r && sync` of the same files took "
-        f"{found['copy_seconds']:.0f} s; {found['peak_rss_bytes'] / 2**20:.0f} MiB of memory at "
-        f"most (`{found['command']}`,\n"
-        "[bench/results/merge_h200_host.json](../bench/results/merge_h200_host.json)).\n"
-        "That was before the merge went past the page cache, which was not measured on that host.\n"
-    )
-
-
-def _result(name: str) -> dict[str, Any]:
-    path = HERE.parent / "bench" / "results" / name
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
-
-
-def _quantize() -> str:
-    """Steps of a GPTQ export of some layers of the 7B shape, beside bare GPTQModel's."""
-    found = _result("quantize_h200_gptq.json")
-    sides = {name: _laps(found["peaks"][name]["laps"]) for name in ("ours", "bare")}
-    shared = list(sides["bare"])
-    around = {name: sum(t for n, t in laps.items() if n not in shared)
-              for name, laps in sides.items()}  # fmt: skip
-    lines = [f"| GPTQ of {found['layers']} of the 28 layers | tuneserve | bare |", "|---|---|---|"]
-    for name in shared:
-        lines.append(f"| {name} | {sides['ours'][name]:.1f} s | {sides['bare'][name]:.1f} s |")
-    lines.append(f"| checks, comparison of losses, records | {around['ours']:.1f} s | - |")
-    ours, bare = (f"{found['peaks'][n]['peak_gpu_bytes'] / 2**30:.1f} GiB" for n in sides)
-    lines.append(f"| GPU memory, peak | {ours} | {bare} |")
-    return "\n".join(lines) + "\n"
-
-
-def _laps(text: str) -> dict[str, float]:
-    """Seconds by step of ``loading 0.2 s, quantizing 1 min 04 s``."""
-    found = {}
-    for part in text.split(", "):
-        match = re.fullmatch(r"(.*?) (?:(\d+) min )?([\d.]+) s", part)
-        assert match is not None, part
-        found[match[1]] = 60 * int(match[2] or 0) + float(match[3])
-    return found
-
-
-def _serve() -> str:
-    """Speed of the 16-bit and of the 4-bit 7B shape, served with a release's own command."""
-    found = _result("serve_h200.json")
-    counts = [key.removeprefix("at_") for key in found["models"][0] if key.startswith("at_")]
-    head = " | ".join(f"tokens/s, {n} at once" for n in counts)
-    lines = [
-        f"| model | weights | first answer after | first token, alone | {head} |",
-        "|---|---|---|---|" + "---|" * len(counts),
-    ]
-    for model in found["models"]:
-        bits = "4 bits" if model["quantization"] else "16 bits"
-        speeds = " | ".join(f"{model[f'at_{n}']['tokens_per_second']:,.0f}" for n in counts)
-        first = model[f"at_{counts[0]}"]["first_token_seconds"]
-        lines.append(
-            f"| {bits} | {model['weights_bytes'] / 2**30:.1f} GiB | "
-            f"{model['seconds_to_first_answer']:.0f} s | {1000 * first:.0f} ms | {speeds} |"
-        )
-    return "\n".join(lines) + "\n"
-
-
-_BLOCKS = {
-    "plan": _plan_table,
-    "train": _train_table,
-    "merge": _merge,
-    "quantize": _quantize,
-    "serve": _serve,
-}
 PAGES = {"run-file.md": reference, "errors.md": errors, "walkthrough-7b.md": walkthrough}
 
 if __name__ == "__main__":

