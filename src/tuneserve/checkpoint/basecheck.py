@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tuneserve.checkpoint.headers import Checkpoint
+from tuneserve.checkpoint.ties import is_tied
 from tuneserve.config import ModelSection
 from tuneserve.errors import ModelError
 
@@ -87,7 +88,9 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: cannot be read as JSON ({error})") from error
+        raise ModelError(
+            f"{path}: cannot be read as JSON ({error})", expected="JSON, as transformers saves it"
+        ) from error
     if not isinstance(data, dict):
         raise ModelError(f"{path}: holds {type(data).__name__}", expected="a JSON object")
     return data
@@ -151,13 +154,10 @@ def _largest_id(path: Path) -> int:
 
 def _head_problems(tensors: set[str], config: dict[str, Any]) -> list[str]:
     """A head neither stored nor tied would start random; one both stored and tied is ignored."""
-    text = config.get("text_config") or config
-    tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
     stored = any(name.endswith("lm_head.weight") for name in tensors)
+    tied = is_tied(config, stored)
     causal = any("CausalLM" in name for name in config.get("architectures") or [])
-    # Some families (Gemma) tie by default and leave the flag out of config.json.
-    said = "tie_word_embeddings" in config or "tie_word_embeddings" in text
-    if causal and said and not tied and not stored:
+    if causal and not tied and not stored:
         return ["tie_word_embeddings is false, but there is no lm_head.weight"]
     if tied and stored:
         log.warning("lm_head.weight is stored although tied to the embedding; it is not used")

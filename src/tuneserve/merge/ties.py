@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tuneserve.checkpoint.headers import Checkpoint, TensorInfo
+from tuneserve.checkpoint.ties import is_tied
 from tuneserve.merge.adapter import Adapter
 
 _EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings")
@@ -42,17 +43,6 @@ class Ties:
     tied: bool = False
     skipped: frozenset[str] = frozenset()
     aliases: tuple[tuple[TensorInfo, TensorInfo], ...] = ()
-
-
-def is_tied(config: Mapping[str, Any], head_stored: bool) -> bool:
-    """Whether the base computes its logits with the input embedding."""
-    text = config.get("text_config")
-    flag = config.get("tie_word_embeddings")
-    if flag is None and isinstance(text, dict):
-        flag = text.get("tie_word_embeddings")
-    # Some configs leave the flag out: then a model without a stored head can only be tied. With the
-    # flag set, a head that is stored as well is a copy.
-    return flag is True if head_stored else flag is not False
 
 
 def find_ties(

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tuneserve.checkpoint.headers import TensorInfo
+from tuneserve.checkpoint.ties import is_tied
 from tuneserve.errors import ModelError
 
 log = logging.getLogger(__name__)
@@ -32,8 +33,6 @@ _ATTENTION = (
 )
 _QK_NORM = ("qwen3", "gemma3_text", "gemma3", "olmo2", "olmo3")
 _FOUR_NORMS = ("gemma2", "gemma3_text", "gemma3")
-# Families whose configs leave the flag out of config.json and tie the head all the same.
-_TIED_BY_DEFAULT = ("gemma", "gemma2", "gemma3", "gemma3_text", "gpt2")
 _DEFAULT_CONTEXT = 2048
 
 
@@ -152,7 +151,6 @@ def arch_from_config(config: Mapping[str, Any]) -> Arch:
     query, key_value = heads * head_dim, kv_heads * head_dim
     linears, known = _linears(model_type, hidden, layers, query, key_value, inner)
     architectures = config.get("architectures") or text.get("architectures") or [""]
-    tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings"))
     four = 2 if model_type in _FOUR_NORMS else 0
     qk_norm = model_type in _QK_NORM
     biased = model_type == "qwen2" or bool(text.get("attention_bias"))
@@ -168,7 +166,7 @@ def arch_from_config(config: Mapping[str, Any]) -> Arch:
         head_dim=head_dim,
         inner=inner,
         vocab=vocab,
-        tied=model_type in _TIED_BY_DEFAULT if tied is None else bool(tied),
+        tied=is_tied(config, None),
         context=_size(text, "max_position_embeddings", "n_positions", "max_seq_len")
         or _DEFAULT_CONTEXT,
         linears=linears,
