@@ -22,6 +22,31 @@ def test_a_group_is_rounded_to_sixteen_levels_of_its_own() -> None:
     assert rounded(weight.bfloat16(), -1).dtype == torch.bfloat16
 
 
+def test_layers_stored_transposed_are_rounded_along_their_inputs() -> None:
+    from transformers.pytorch_utils import Conv1D
+
+    from tuneserve.evaluate.rounding import round_to_nearest, rounded
+
+    torch.manual_seed(0)
+    conv = Conv1D(8, 4)  # 8 outputs, 4 inputs: weight [4, 8]
+    weight = conv.weight.detach().clone()
+    model = torch.nn.ModuleDict({"h": torch.nn.ModuleList([conv])})
+    assert round_to_nearest(model, 4) == 1
+    assert torch.equal(conv.weight, rounded(weight.T, 4).T)
+    assert not torch.equal(conv.weight, rounded(weight, 4))
+
+
+def test_a_yardstick_of_nothing_is_an_error() -> None:
+    from tuneserve.errors import ModelError
+    from tuneserve.evaluate.rounding import round_to_nearest
+
+    model = torch.nn.ModuleDict({"stack": torch.nn.Linear(8, 8)})
+    before = model["stack"].weight.clone()
+    with pytest.raises(ModelError, match="no linear layer in its decoder"):
+        round_to_nearest(model, 4)
+    assert torch.equal(model["stack"].weight, before)
+
+
 def test_only_the_decoder_s_linear_layers_are_rounded() -> None:
     from tuneserve.evaluate.rounding import round_to_nearest
 

@@ -11,8 +11,10 @@ import pytest
 
 from tuneserve.config import RunFile
 from tuneserve.plan.arch import Arch, arch_from_config
-from tuneserve.plan.checks import problems, target_linears, warnings
+from tuneserve.plan.checks import QUANTIZABLE, problems, target_linears, warnings
 from tuneserve.plan.rows import DataShape, data_shape, data_shape_from_metrics
+from tuneserve.quantize.checks import kernel_problems
+from tuneserve.quantize.support import gptqmodel_types
 from tuneserve.runfile import parse_run
 
 SMOLLM2 = {
@@ -26,7 +28,7 @@ SMOLLM2 = {
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
 }
-DATA = DataShape((900, 700, 500))
+DATA = DataShape((900, 700, 500, *[400] * 5))
 
 
 def run(**changes: Any) -> RunFile:
@@ -110,22 +112,47 @@ def test_unknown_architecture() -> None:
     assert any("16 bits" in text for text in warnings(laddered, novel, DATA, gpu=True))
 
 
-def test_cpu_kernel_sizes() -> None:
-    narrow = arch(hidden_size=144, num_attention_heads=9, intermediate_size=64)
-    [problem] = found(run(quantize={"group_size": -1}), narrow, gpu=False)
-    assert "divisible by 32" in problem
-    assert found(run(quantize={"group_size": -1}), narrow, gpu=True) == []
+@pytest.mark.parametrize("gpu", [True, False])
+def test_kernel_sizes(gpu: bool) -> None:
+    """The rule that `preflight` has, on any device: it refuses the export otherwise."""
+    narrow = arch(intermediate_size=1520)
+    [problem] = found(run(quantize={"group_size": -1}), narrow, gpu=gpu)
+    assert "divisible by 32" in problem and "up_proj (576 to 1520)" in problem
+    assert "q_proj" not in problem
+    assert found(run(quantize={"methods": ["none"]}), narrow, gpu=gpu) == []
+    assert kernel_problems({"layers.0.up_proj": (1520, 576)})
 
 
-def test_too_little_calibration() -> None:
-    """D01: 40 + 30 tokens against 1024."""
-    [problem] = found(run(), data=DataShape((40, 30)))
-    assert "give 70 at most" in problem
+@pytest.mark.parametrize(
+    ("lengths", "words"),
+    [((40, 30), "2 rows with 70 tokens"), ((500,) * 7, "7 rows"), ((5,) * 300, "0 rows")],
+)
+def test_too_little_calibration(lengths: tuple[int, ...], words: str) -> None:
+    """D01: fewer rows or tokens than the export will ask for."""
+    [problem] = found(run(), data=DataShape(lengths))
+    assert problem.startswith("quantize.methods: ") and words in problem
+    assert found(run(quantize={"methods": ["none"]}), data=DataShape(lengths)) == []
+
+
+def test_families_and_methods() -> None:
+    """D07: what GPTQModel exports of a family, and by which method."""
+    assert QUANTIZABLE <= gptqmodel_types()
+    for moe in ("mixtral", "qwen2_moe", "qwen3_moe", "gpt2", "phi3", "gemma3"):
+        assert "is not among the architectures" in found(run(), arch(model_type=moe))[0]
+    gemma = arch(model_type="gemma3_text")
+    assert found(run(quantize={"methods": ["gptq"]}), gemma) == []
+    [problem] = found(run(quantize={"methods": ["awq"]}), gemma)
+    assert "AWQ does not take gemma3_text" in problem
+    ladder = run(quantize={"methods": ["gptq", "awq"]})
+    assert found(ladder, gemma) == []
+    assert any("by awq; the others are tried" in w for w in warnings(ladder, gemma, DATA, gpu=True))
+    seeing = arch(model_type="gemma3_text", architectures=["Gemma3ForConditionalGeneration"])
+    assert "Gemma3ForConditionalGeneration is not among" in found(run(), seeing)[0]
 
 
 def test_tool_calls_need_a_parser() -> None:
     """E08."""
-    tools = DataShape((900, 700), has_tool_calls=True)
+    tools = DataShape(DATA.lengths, has_tool_calls=True)
     [problem] = found(run(), data=tools)
     assert problem.startswith("serve.tool_parser")
     assert found(run(serve={"tool_parser": "hermes"}), data=tools) == []
@@ -148,7 +175,7 @@ def test_targets() -> None:
 
 
 def test_few_rows_are_said() -> None:
-    assert any("3 training rows" in text for text in warnings(run(), arch(), DATA, gpu=True))
+    assert any("8 training rows" in text for text in warnings(run(), arch(), DATA, gpu=True))
 
 
 def test_data_shape_of_an_artifact(tmp_path: Path) -> None:

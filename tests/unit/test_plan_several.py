@@ -42,6 +42,7 @@ def plan(folder: Path, *, cards: int = 8, gib: float = 140, rows: int = 64, **tr
             "model": {"base": str(folder)},
             "data": {"train": ["a"], "max_length": 2048},
             "train": settings,
+            "quantize": {"calibration_rows": min(rows, 256)},
         }
     )
     card = Gpu("card", int(gib * GIB), int(gib * GIB))

@@ -11,8 +11,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from tuneserve.config import QuantizeSection
 from tuneserve.errors import QuantizeError
-from tuneserve.quantize.calibration import choose
+from tuneserve.quantize.calibration import choose, enough
 
 
 def dataset(folder: Path, rows: list[list[int]], name: str = "train") -> Path:
@@ -90,6 +91,62 @@ def test_d01_enough_rows_with_too_few_tokens_are_refused(tmp_path: Path) -> None
         choose(folder, count=256, max_tokens=512, min_tokens=1024)
     assert caught.value.expected == "at least 8 rows and 1024 tokens"
     assert choose(folder, count=256, max_tokens=512, min_tokens=1000).tokens == 1000
+
+
+@pytest.mark.parametrize(
+    ("lengths", "changes", "words"),
+    [
+        ([64] * 7, {}, "7 rows with 448 tokens are left for calibration (7 rows, 0 of 10"),
+        ([5] * 300, {}, "0 rows with 0 tokens are left for calibration (300 rows, 300 of 10"),
+        # the even spread takes ranks 1, 3, ... of 4 x 400 and 12 x 11: 2 and 6; the longest 8
+        # would have 4 x 400 + 4 x 11 = 1644
+        ([400] * 4 + [11] * 12, {"calibration_rows": 8}, "8 rows with 866 tokens"),
+        ([400] * 4 + [11] * 12, {"calibration_rows": 8, "min_calibration_tokens": 866}, ""),
+        ([64] * 16, {}, ""),
+        ([64] * 3, {"calibration_rows": 3, "min_calibration_tokens": 192}, ""),
+        ([300] * 8, {"calibration_max_tokens": 127}, "8 rows with 1016 tokens"),
+        ([], {}, "0 rows"),
+    ],
+)
+def test_the_plan_knows_from_lengths_what_is_refused(
+    tmp_path: Path, lengths: list[int], changes: dict[str, int], words: str
+) -> None:
+    section = QuantizeSection(**changes)
+    found = enough(lengths, section)
+    assert (words in found) if words else found == ""
+    folder = dataset(tmp_path / "d", rows_of(*lengths))
+    limits = {
+        "count": section.calibration_rows,
+        "max_tokens": section.calibration_max_tokens,
+        "min_tokens": section.min_calibration_tokens,
+    }
+    if not words:
+        assert choose(folder, **limits).rows
+        return
+    with pytest.raises(QuantizeError) as caught:
+        choose(folder, **limits)
+    for part in ("rows", "tokens"):  # the same counts after the training
+        assert f"{caught.value.details[part]} {part}" in found
+
+
+@pytest.mark.parametrize(
+    ("lengths", "count", "advice"),
+    [
+        ([20] * 7, 256, ""),
+        ([20] * 20, 8, "raise quantize.calibration_rows, "),
+        ([90] * 20, 8, "raise quantize.calibration_rows, raise quantize.calibration_max_tokens, "),
+        ([90] * 12, 256, "raise quantize.calibration_max_tokens, "),
+    ],
+)
+def test_advice_names_only_what_would_help(
+    tmp_path: Path, lengths: list[int], count: int, advice: str
+) -> None:
+    folder = dataset(tmp_path / "d", rows_of(*lengths))
+    with pytest.raises(QuantizeError) as caught:
+        choose(folder, count=count, max_tokens=64, min_tokens=2000)
+    expected = f"train on more rows, {advice}or add none to quantize.methods"
+    assert caught.value.hint.startswith(expected)
+    assert "awq or none" not in caught.value.hint  # it would fail in the same words
 
 
 def test_repeated_rows_count_once(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from tuneserve.checkpoint.headers import TensorInfo
 from tuneserve.cpu import has_int4_kernel
 from tuneserve.errors import QuantizeError
 from tuneserve.quantize import checks
@@ -209,6 +210,46 @@ def test_a_whole_export_passes_the_static_check(tmp_path: Path, method: str) -> 
     export = write_model(tmp_path / "q", exported(method), config(quantization_config=scheme))
     asked = {"method": method, "bits": 4, "group_size": 64}
     assert checks.static_check(export, merged, **asked) == []
+
+
+def test_an_export_of_a_family_that_is_tied_by_default_needs_no_flag(tmp_path: Path) -> None:
+    gemma = {"model_type": "gemma", "architectures": ["GemmaForCausalLM"], "vocab_size": 64}
+    stored = {**llama(), "lm_head.weight": ("BF16", (64, 576))}  # a copy, which is left out
+    merged = write_model(tmp_path / "m", stored, gemma)
+    export = write_model(tmp_path / "q", exported(), {**gemma, "quantization_config": GPTQ})
+    asked: dict[str, Any] = {"method": "gptq", "bits": 4, "group_size": 64}
+    assert checks.static_check(export, merged, **asked) == []
+    checks.preflight(merged, "gptq", 64)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.block_sparse_moe.gate",  # Mixtral
+        "model.layers.0.mlp.gate",  # Qwen3-MoE
+        "model.layers.0.mlp.shared_expert_gate",  # Qwen2-MoE
+        "transformer.blocks.0.ffn.router.layer",  # DBRX
+        "model.vision_tower.vision_model.encoder.layers.0.mlp.fc1",  # Gemma 3
+        "visual.blocks.0.attn.qkv",  # Qwen2-VL
+    ],
+)
+def test_routers_and_vision_are_not_quantized(name: str) -> None:
+    def info(module: str) -> Any:
+        return TensorInfo(f"{module}.weight", Path("m"), "BF16", (8, 64), 0, 0)
+
+    up = "model.layers.0.mlp.gate_proj"
+    shapes = checks.quantized_shapes({f"{n}.weight": info(n) for n in (name, up)})
+    assert list(shapes) == [up]
+
+
+def test_layers_stored_transposed_and_nested_models_are_refused_at_once(tmp_path: Path) -> None:
+    shapes = {"transformer.h.0.attn.c_attn.weight": ("BF16", (64, 192))}
+    gpt2 = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
+    with pytest.raises(QuantizeError, match="gpt2 stores its layers transposed"):
+        checks.preflight(write_model(tmp_path / "g", shapes, gpt2), "gptq", 64)
+    both = config(text_config={"model_type": "gemma3_text"}, model_type="gemma3")
+    with pytest.raises(QuantizeError, match="nested beside another part"):
+        checks.preflight(write_model(tmp_path / "n", llama(), both), "gptq", 64)
 
 
 def test_the_bias_of_a_packed_layer_may_be_float16(tmp_path: Path) -> None:

@@ -10,6 +10,9 @@ import re
 from typing import Any
 
 import torch
+from transformers.pytorch_utils import Conv1D
+
+from tuneserve.errors import ModelError
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.\d+\.")
 _LEVELS = 15  # 4 bits: zero point 8, so -8 to 7
@@ -25,12 +28,27 @@ def round_to_nearest(model: Any, group_size: int) -> int:
 
     Returns:
         How many layers were rounded.
+
+    Raises:
+        ModelError: There was none, so that the model is no yardstick.
     """
     count = 0
     for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and _LAYER.search(f"{name}."):
+        if not _LAYER.search(f"{name}."):
+            continue
+        if isinstance(module, torch.nn.Linear):
             module.weight.copy_(rounded(module.weight, group_size))
-            count += 1
+        elif isinstance(module, Conv1D):  # GPT-2's, stored as [in, out]
+            module.weight.copy_(rounded(module.weight.T, group_size).T)
+        else:
+            continue
+        count += 1
+    if not count:
+        raise ModelError(
+            f"{type(model).__name__} has no linear layer in its decoder that could be rounded",
+            expected="layers as `layers.0`, `h.0` or `blocks.0`, the yardstick of every export",
+            hint="choose another base",
+        )
     return count
 
 

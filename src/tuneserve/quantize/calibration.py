@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tuneserve.config import QuantizeSection
 from tuneserve.errors import QuantizeError
 
 log = logging.getLogger(__name__)
@@ -43,6 +45,35 @@ class Calibration:
         return sum(map(len, self.rows))
 
 
+def enough(lengths: Sequence[int], section: QuantizeSection) -> str:
+    """Why rows of these lengths would not calibrate an export; empty when they would.
+
+    What `choose` refuses, as far as lengths tell: rows that repeat each other do not show in them.
+
+    Args:
+        lengths: Tokens of each training row.
+        section: Which rows are taken, and how many tokens are wanted.
+    """
+    cut = sorted((min(n, section.calibration_max_tokens) for n in lengths), reverse=True)
+    usable = [length for length in cut if length > TOO_SHORT_TOKENS]
+    chosen = [usable[rank] for rank in evenly(len(usable), section.calibration_rows)]
+    least = min(MIN_ROWS, section.calibration_rows)
+    if len(chosen) >= least and sum(chosen) >= section.min_calibration_tokens:
+        return ""
+    return (
+        f"{len(chosen)} rows with {sum(chosen)} tokens are left for calibration ({len(cut)} rows, "
+        f"{len(cut) - len(usable)} of {TOO_SHORT_TOKENS} tokens or fewer), and at least {least} "
+        f"rows and {section.min_calibration_tokens} tokens (quantize.min_calibration_tokens) are "
+        "wanted"
+    )
+
+
+def evenly(available: int, count: int) -> list[int]:
+    """Ranks of `count` rows, or of all, evenly over `available` ones: the middle of each part."""
+    taken = min(count, available)
+    return [int((i + 0.5) * available / taken) for i in range(taken)]
+
+
 def choose(
     dataset: Path, *, count: int, max_tokens: int, min_tokens: int, vocabulary: int | None = None
 ) -> Calibration:
@@ -72,8 +103,7 @@ def choose(
             continue
         seen.setdefault(row_hash(cut), (cut, source))
     ranked = sorted(seen, key=lambda digest: (-len(seen[digest][0]), digest))
-    taken = min(count, len(ranked))
-    chosen = [ranked[int((i + 0.5) * len(ranked) / taken)] for i in range(taken)]
+    chosen = [ranked[rank] for rank in evenly(len(ranked), count)]
     found = Calibration(
         rows=[seen[digest][0] for digest in chosen],
         sources=[seen[digest][1] for digest in chosen],
@@ -82,7 +112,7 @@ def choose(
         rows_too_short=short,
         rows_duplicate=len(ids) - short - len(seen),
     )
-    _refuse_too_little(found, dataset, count, min_tokens)
+    _refuse_too_little(found, dataset, count, max_tokens, min_tokens)
     largest = max(max(row) for row in found.rows)
     if vocabulary is not None and largest >= vocabulary:
         raise QuantizeError(
@@ -90,8 +120,8 @@ def choose(
             "embedding rows",
             hint="calibrate with the dataset that this model was trained on",
         )
-    if taken < count:
-        log.warning("calibration: %d usable rows, %d were asked", taken, count)
+    if len(chosen) < count:
+        log.warning("calibration: %d usable rows, %d were asked", len(chosen), count)
     return found
 
 
@@ -115,17 +145,23 @@ def _read(path: Path) -> tuple[list[list[int]], list[str]]:
     return table["input_ids"].to_pylist(), table["source"].to_pylist()
 
 
-def _refuse_too_little(found: Calibration, dataset: Path, count: int, min_tokens: int) -> None:
+def _refuse_too_little(
+    found: Calibration, dataset: Path, count: int, max_tokens: int, min_tokens: int
+) -> None:
     least = min(MIN_ROWS, count)
     if len(found.rows) >= least and found.tokens >= min_tokens:
         return
+    # A larger limit helps only where it was reached.
+    raising = "raise quantize.calibration_rows, " if len(found.rows) == count else ""
+    if any(len(row) == max_tokens for row in found.rows):
+        raising += "raise quantize.calibration_max_tokens, "
     raise QuantizeError(
         f"{dataset.name}/train.parquet: {len(found.rows)} rows with {found.tokens} tokens are left "
         f"for calibration ({found.rows_read} rows read, {found.rows_too_short} of "
         f"{TOO_SHORT_TOKENS} tokens or fewer, {found.rows_duplicate} repeated)",
         expected=f"at least {least} rows and {min_tokens} tokens",
-        hint="train on more rows, raise quantize.calibration_rows or "
-        "quantize.calibration_max_tokens, or put awq or none after gptq in quantize.methods",
+        hint=f"train on more rows, {raising}or add none to quantize.methods to serve 16 bits: "
+        "gptq and awq are calibrated alike",
         details={
             "rows": len(found.rows),
             "tokens": found.tokens,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tuneserve.checkpoint.headers import Checkpoint, TensorInfo
+from tuneserve.checkpoint.ties import is_tied
 from tuneserve.errors import QuantizeError
 from tuneserve.quantize.support import architecture_problems
 
@@ -34,7 +35,14 @@ ROW_PARALLEL = ("o_proj", "down_proj", "out_proj", "dense", "fc2", "c_proj")
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.\d+\.")
 # Two-dimensional weights inside a layer that no method quantizes: routers, embeddings, norms.
-_NOT_LINEAR = re.compile(r"(?:norm|embed\w*|router|mlp\.gate|\.gate\.wg|conv1d)\.weight$")
+_NOT_LINEAR = re.compile(
+    r"(?:norm|embed\w*|router(?:\.\w+)?|(?:mlp|moe|ffn)\.gate|expert_gate|\.gate\.wg|conv1d)"
+    r"\.weight$"
+)
+# Parts beside the language model, which GPTQModel leaves as they are.
+_BESIDE = re.compile(r"(?:^|\.)(?:vision\w*|visual|audio\w*|image\w*|multi_modal_projector)\.")
+# Families whose layers are stored as (in, out), which nothing here takes into account.
+_TRANSPOSED = ("gpt2",)
 
 
 def quantized_shapes(tensors: Mapping[str, TensorInfo]) -> dict[str, tuple[int, int]]:
@@ -43,7 +51,7 @@ def quantized_shapes(tensors: Mapping[str, TensorInfo]) -> dict[str, tuple[int, 
     for name, info in tensors.items():
         if not name.endswith(".weight") or len(info.shape) != 2 or not _LAYER.search(name):
             continue
-        if not _NOT_LINEAR.search(name):
+        if not (_NOT_LINEAR.search(name) or _BESIDE.search(name)):
             shapes[name.removesuffix(".weight")] = (info.shape[0], info.shape[1])
     return shapes
 
@@ -128,7 +136,7 @@ def head_problems(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> list
     heads = [name for name in tensors if re.search(r"(?:^|\.)lm_head\.", name)]
     if any(not name.endswith((".weight", ".bias")) for name in heads):
         return ["lm_head is quantized; it must stay in 16 bits"]
-    if config.get("tie_word_embeddings") or heads:
+    if heads or is_tied(config, False):
         return []
     if any(name.endswith("embed_tokens.weight") for name in tensors):
         return ["lm_head.weight is missing, and config.json does not tie it to the embedding"]
@@ -162,6 +170,12 @@ def preflight(
         problems.append("config.json has a quantization_config: the model is quantized already")
     if not shapes:
         problems.append("no linear layer was found in its decoder layers")
+    if isinstance(config.get("text_config"), dict):
+        problems.append("its language model is nested beside another part, which is not handled")
+    if config.get("model_type") in _TRANSPOSED:
+        problems.append(
+            f"{config['model_type']} stores its layers transposed, which is not handled"
+        )
     problems += group_size_problems(shapes, group_size, tensor_parallel_size=tensor_parallel_size)
     problems += kernel_problems(shapes)
     problems += head_problems(checkpoint.tensors, config)
@@ -206,11 +220,10 @@ def static_check(
         expected |= {f"{module}.{part}" for part in layout}
         for part, (shape, dtypes) in layout.items():
             problems += _tensor_problems(found, f"{module}.{part}", shape, dtypes)
+    tied = is_tied(config, any(name.endswith("lm_head.weight") for name in wanted))
     for name, info in wanted.items():
         module = name.removesuffix(".weight")
-        if module in shapes or (
-            config.get("tie_word_embeddings") and name.endswith("lm_head.weight")
-        ):
+        if module in shapes or (tied and name.endswith("lm_head.weight")):
             continue
         expected.add(name)
         # GPTQModel keeps the bias of a packed layer in float16; vLLM casts it while loading.

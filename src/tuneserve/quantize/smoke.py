@@ -96,7 +96,7 @@ def smoke_test(
             "quantize.methods",
             details=found,
         )
-    if read_config(export).get("dtype", "") == "float16" and largest > MAX_FLOAT16:
+    if _served_type(read_config(export)) == "float16" and largest > MAX_FLOAT16:
         raise QuantizeError(
             f"activations reach {largest:.3g}, more than float16 holds ({MAX_FLOAT16:.0f}), and "
             "config.json says float16",
@@ -104,6 +104,14 @@ def smoke_test(
             details=found,
         )
     return found
+
+
+def _served_type(config: dict[str, Any]) -> str:
+    """What a server computes in, under either of the names that transformers gave it."""
+    text = config.get("text_config")
+    parts = (config, text if isinstance(text, dict) else {})
+    found = (part.get(key) for part in parts for key in ("dtype", "torch_dtype"))
+    return str(next((value for value in found if value), "")).removeprefix("torch.")
 
 
 def load_dequantized(model: Any, export: Path, merged: Path, method: str, group_size: int) -> None:
@@ -179,19 +187,34 @@ def _rows(dataset: Path) -> list[list[int]]:
 
 
 def _loss(model: Any, rows: list[list[int]]) -> tuple[float, float]:
-    """Mean nats per token, and the largest hidden activation."""
+    """Mean nats per token, and the largest activation: hidden states, and what goes into the linear
+    layers, of which the last of an MLP gets the largest."""
     import torch
 
     total, count, largest = 0.0, 0, 0.0
-    for row in rows:
-        ids = torch.tensor([row], device=next(model.parameters()).device)
-        found = model(input_ids=ids, output_hidden_states=True, use_cache=False)
-        logits = found.logits[0, :-1].float()
-        if not torch.isfinite(logits).all():
-            return math.inf, math.inf
-        total += float(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum"))
-        count += len(row) - 1
-        largest = max(largest, *(float(h.abs().max()) for h in found.hidden_states))
+
+    def look(_: Any, inputs: tuple[Any, ...]) -> None:
+        nonlocal largest
+        largest = max(largest, float(inputs[0].abs().max()))
+
+    hooks = [
+        module.register_forward_pre_hook(look)
+        for module in model.modules()
+        if isinstance(module, torch.nn.Linear)
+    ]
+    try:
+        for row in rows:
+            ids = torch.tensor([row], device=next(model.parameters()).device)
+            found = model(input_ids=ids, output_hidden_states=True, use_cache=False)
+            logits = found.logits[0, :-1].float()
+            if not torch.isfinite(logits).all():
+                return math.inf, math.inf
+            total += float(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum"))
+            count += len(row) - 1
+            largest = max(largest, *(float(h.abs().max()) for h in found.hidden_states))
+    finally:
+        for hook in hooks:
+            hook.remove()
     return total / count, largest
 
 
