@@ -32,22 +32,26 @@ _SMALLER: tuple[dict[str, Any], ...] = (
     {"calibration_batch": 1, "offload": True},
 )
 
+_REPORTED = ("report_folder", "losses", "gates")
+
 
 def check_held_out(run: RunFile, held_out: int | None) -> None:
     """Refuse before anything is spent a run whose gates could not decide in the end.
 
     Args:
         run: The run file.
-        held_out: Held-out rows; None: not known.
+        held_out: Held-out conversations, of which each may be several rows; None: not known.
 
     Raises:
-        RunFileError: Fewer rows are held out than `gates.min_conversations`.
+        RunFileError: Fewer conversations are held out than `gates.min_conversations`.
     """
     gates = run.gates
     most = min(gates.eval_rows, held_out if held_out is not None else gates.eval_rows)
     if not gates.enabled or gates.allow_undecided or most >= gates.min_conversations:
         return
-    few = f"{held_out} rows are held out" if held_out == most else f"gates.eval_rows is {most}"
+    few = f"gates.eval_rows is {most}"
+    if held_out == most:
+        few = f"{held_out} conversation{'s are' if held_out != 1 else ' is'} held out"
     raise RunFileError(
         f"{few}, and the gates decide nothing on fewer than {gates.min_conversations} "
         "conversations (gates.min_conversations)",
@@ -101,8 +105,9 @@ def release_best(
         The release's metrics; `rungs` says what became of each export that was tried.
 
     Raises:
-        GateRefused: Every rung was refused; what was serving goes on serving.
-        TuneserveError: The only failure, or the last where no gate was asked.
+        GateRefused: Every rung was refused, by a gate or as an export that cannot be served; what
+            was serving goes on serving.
+        TuneserveError: The only failure, or the last where neither a gate nor a check refused.
     """
     inputs = {name: artifacts[name] for name in ("merged", "dataset", "evaluation")}
     made = {name: artifacts[name] for name in ("merged", "dataset")}
@@ -117,7 +122,7 @@ def release_best(
                 offered["quantized"] = found
             call = StageCall("release", run, base, offered, hints={**hints, "rungs": rungs})
             metrics = dict(execute(call).metrics)
-        except (QuantizeError, GateRefused, ServerError) as error:
+        except (QuantizeError, GateRefused, ServerError, OutOfMemory, StageKilled) as error:
             log.warning("%s was refused: %s", method, error)
             refusals.append(error)
             rungs.append(_rung(method, error))
@@ -142,8 +147,10 @@ def _all_refused(
     run: RunFile, refusals: list[TuneserveError], rungs: list[dict[str, str]]
 ) -> TuneserveError:
     last = refusals[-1]
-    if len(refusals) == 1 or not any(isinstance(error, GateRefused) for error in refusals):
-        return last  # no gate was asked: the last failure says what to mend
+    judged = [error for error in refusals if isinstance(error, GateRefused)]
+    unusable = all(isinstance(error, QuantizeError) for error in refusals)
+    if len(refusals) == 1 or not (judged or unusable):
+        return last  # a server or the memory failed: the last failure says what to mend
     lines = [f"{r['method']}: {r['decision']}: {r['reason']}" for r in rungs]
     passing = [f"{r['method']} with {r['would_pass']}" for r in rungs if r["would_pass"]]
     if "none" not in run.quantize.methods:
@@ -154,6 +161,8 @@ def _all_refused(
         expected=last.expected,
         hint=f"what was serving goes on serving{would}",
         details={
+            # The last report that was written, for pages and notifications.
+            **{k: judged[-1].details[k] for k in _REPORTED if judged and k in judged[-1].details},
             "refused": [error.message for error in refusals],
             "rungs": rungs,
             "would_pass": passing,

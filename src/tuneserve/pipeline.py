@@ -67,7 +67,8 @@ def _stages(
     if (known := unchanged(base)) is not None:
         return known
     validated = execute(StageCall("validate", run, base))
-    check_held_out(run, validated.metrics.get("eval_rows"))
+    held_out = validated.metrics.get("eval_conversations", validated.metrics.get("eval_rows"))
+    check_held_out(run, held_out)
     dataset = _id(validated)
     hints = execute(StageCall("plan", run, base, {"dataset": dataset})).metrics["hints"]
     adapter = _id(

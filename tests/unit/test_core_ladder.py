@@ -97,6 +97,60 @@ def test_the_only_rung_s_own_error_is_the_run_s() -> None:
     assert last.value is dead  # no gate was asked
 
 
+def test_an_export_that_does_not_fit_is_a_rung_that_failed() -> None:
+    """GPTQ, which holds Hessians, may need more than AWQ; a killed process gave no other sign."""
+    for gone in (OutOfMemory("no room for a row"), StageKilled("signal 9")):
+        stages = Stages(quantize=[gone, gone, gone, "quantized-a"], release=[PROMOTED])
+        if isinstance(gone, OutOfMemory):
+            stages.answers["quantize"].pop(0)  # offloaded at once: smaller batches were tried
+        artifacts = dict(HAVE)
+        chosen = run(quantize={"methods": ["gptq", "awq"]})
+        found = release_best(chosen, BASE, artifacts, stages, {})
+        assert [(r["method"], r["decision"], r["reason"]) for r in found["rungs"]] == [
+            ("gptq", "failed", gone.message), ("awq", "passed", ""),
+        ]  # fmt: skip
+        assert artifacts["quantized"] == "quantized-a"
+
+
+def test_a_server_that_does_not_fit_is_a_rung_that_failed() -> None:
+    stages = Stages(quantize=["q"], release=[OutOfMemory("no KV cache"), PROMOTED])
+    found = release_best(run(quantize={"methods": ["gptq", "none"]}), BASE, dict(HAVE), stages, {})
+    assert [r["decision"] for r in found["rungs"]] == ["failed", "passed"]
+    last = OutOfMemory("nor here")
+    stages = Stages(quantize=[OutOfMemory("a"), last, OutOfMemory("b"), last])
+    with pytest.raises(OutOfMemory) as caught:  # memory is what is lacking: exit 3
+        release_best(run(quantize={"methods": ["gptq", "awq"]}), BASE, dict(HAVE), stages, {})
+    assert caught.value is last
+
+
+def test_when_no_export_can_be_served_all_are_refused() -> None:
+    stages = Stages(quantize=[QuantizeError("no group fits"), QuantizeError("AWQ failed")])
+    with pytest.raises(GateRefused, match="every export of quantize.methods was refused") as caught:
+        release_best(run(quantize={"methods": ["gptq", "awq"]}), BASE, dict(HAVE), stages, {})
+    assert caught.value.exit_status == 4
+    assert "gptq: failed: no group fits\n    awq: failed: AWQ failed" in caught.value.message
+    assert "add none to quantize.methods" in caught.value.hint
+    assert [call.stage for call in stages.calls] == ["quantize", "quantize"]  # nothing was released
+
+
+def test_the_last_report_is_kept_when_all_are_refused() -> None:
+    def judged(folder: str) -> GateRefused:
+        gates = [{"name": "loss", "passed": False}]
+        details = {"report_folder": folder, "gates": gates, "losses": {"served": 2.5}}
+        return GateRefused("worse", details=details)
+
+    stages = Stages(
+        quantize=["g", QuantizeError("AWQ failed")], release=[judged("/r1"), ServerError("none")]
+    )
+    with pytest.raises(GateRefused) as caught:
+        chosen = run(quantize={"methods": ["gptq", "awq", "none"]})
+        release_best(chosen, BASE, dict(HAVE), stages, {})
+    details = caught.value.details
+    assert details["report_folder"] == "/r1" and details["losses"] == {"served": 2.5}
+    assert details["gates"] == [{"name": "loss", "passed": False}]
+    assert [rung["decision"] for rung in details["rungs"]] == ["refused", "failed", "failed"]
+
+
 MADE = {"merged": "merged-1", "dataset": "dataset-1"}
 
 
@@ -134,7 +188,7 @@ def test_at_the_bottom_the_last_error_is_raised() -> None:
 
 
 def test_too_few_held_out_rows_are_refused_before_anything_is_spent() -> None:
-    with pytest.raises(RunFileError, match="3 rows are held out.*fewer than 8") as caught:
+    with pytest.raises(RunFileError, match="3 conversations are held out.*than 8") as caught:
         check_held_out(run(), 3)
     assert "data.eval_fraction" in caught.value.hint
     with pytest.raises(RunFileError, match="gates.eval_rows is 4"):

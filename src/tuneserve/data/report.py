@@ -103,6 +103,7 @@ def write_report(
     supervised = spill.column("supervised").astype(np.int64)
     kept = side_of_row >= 0
     train, held = side_of_row == 0, side_of_row == 1
+    owners = np.repeat(np.arange(len(pieces := spill.column("pieces"))), pieces)
     sources = findings.sources
     metrics: dict[str, Any] = {
         "rows_read": findings.rows_read,
@@ -113,6 +114,7 @@ def write_report(
         "warnings": dict(findings.warnings.most_common()),
         "train_rows": int(train.sum()),
         "eval_rows": int(held.sum()),
+        "eval_conversations": len(np.unique(owners[held])),
         "train_tokens": int(lengths[train].sum()),
         "eval_tokens": int(lengths[held].sum()),
         "total_tokens": int(lengths[kept].sum()),
