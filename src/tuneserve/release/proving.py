@@ -43,6 +43,7 @@ class Candidate:
     record: state.Release
     room: capacity.Capacity
     champion: ChampionScores | None = None
+    champion_unknown: str = ""
     skipped: list[str] = field(default_factory=list)
 
 
@@ -137,7 +138,7 @@ def measure_champion(servers: promote.Servers, candidate: Candidate, champion: s
     socket_path = servers.places.socket(champion)
     found, why = safely_measure(socket_path, request.serve.name, champion, rows, folder)
     if found is None:
-        candidate.skipped.append(f"not worse than the champion: {why}")
+        candidate.champion_unknown = why
         return
     folder = servers.places.release_folder(record.id)
     folder.mkdir(parents=True, exist_ok=True)
@@ -168,6 +169,7 @@ def _judge(
     )
     report, measured = judge_candidate(subject, skipped, facts)
     report.rungs = _rungs(candidate, "refused" if report.refused else "passed")
+        candidate.champion_unknown,
     return report, measured
 
 
