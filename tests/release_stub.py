@@ -79,8 +79,8 @@ def make_model(folder: Path, **behaviour: Any) -> Path:
     return folder
 
 
-def make_dataset(folder: Path, count: int = 8, *, side: str = "eval") -> Path:
-    """A dataset artifact's folder whose ids are what `render` gives."""
+def make_dataset(folder: Path, count: int = 8, *, side: str = "eval", system: str = "") -> Path:
+    """A dataset artifact's folder whose ids are what `render` gives; `system` begins each chat."""
     import pyarrow as pa
     import pyarrow.parquet as parquet
 
@@ -91,6 +91,8 @@ def make_dataset(folder: Path, count: int = 8, *, side: str = "eval") -> Path:
             {"role": "user", "content": f"question {number}"},
             {"role": "assistant", "content": f"answer {number}"},
         ]
+        if system:
+            messages.insert(0, {"role": "system", "content": system})
         ids = render(messages)
         start = len(render(messages[:-1], generate=True))
         labels = [-100] * start + ids[start:]

@@ -147,6 +147,39 @@ def test_refused_candidates_leave_the_champion_and_no_process(house: House) -> N
         assert house.chat().headers["x-tuneserve-release"] == champion
 
 
+def test_a_changed_template_is_refused_by_parity_also_after_a_system_message(house: House) -> None:
+    """Only the answer differs: of a single answer nothing was rewritten, so all of it counts."""
+    dataset = stub.make_dataset(house.folder / "with-system", system="Be brief.")
+    champion = release(house.request("a", dataset=dataset))["release"]
+    chat = json.loads((dataset / "eval_messages.jsonl").read_text().splitlines()[0])["messages"]
+    begins = len(stub.render(chat[:-1], generate=True))
+    with pytest.raises(GateRefused, match=f"trained ids at index {begins + 2}") as caught:
+        release(house.request("b", dataset=dataset, behaviour={"shift": begins + 2}))
+    assert [(g["name"], g["passed"]) for g in caught.value.details["gates"]] == [("parity", False)]
+    assert "**Refused** by 1 of 1 gates: parity." in newest_report()
+    assert current_release(layout(), "default") == champion
+    assert house.chat().headers["x-tuneserve-release"] == champion
+
+
+def test_a_champion_that_cannot_be_measured_is_not_passed_by(house: House) -> None:
+    losses = {"base": 3.0, "adapter": 1.0, "merged": 1.0}
+    champion = release(house.request("a", losses=losses))["release"]
+    config = house.folder / "a" / "config.json"
+    known = config.read_text()
+    config.write_text("{")  # what ends its answers cannot be read any more
+    with pytest.raises(GateRefused, match="not worse than the champion: undecided") as caught:
+        release(house.request("b", losses=losses))
+    assert "gates.compare_champion: false" in caught.value.hint
+    (gate,) = [g for g in caught.value.details["gates"] if not g["passed"]]
+    assert gate["decision"] == "undecided" and champion in gate["found"]
+    assert house.chat().headers["x-tuneserve-release"] == champion
+    gates = GatesSection(compare_champion=False)
+    second = release(house.request("b", losses=losses, gates=gates))
+    assert house.chat().headers["x-tuneserve-release"] == second["release"]
+    assert "not worse than the champion: not asked for in gates" in second["report"]
+    config.write_text(known)
+
+
 def newest_report() -> str:
     folders = sorted((layout().root / "releases").iterdir())
     return (folders[-1] / "gates.md").read_text()

@@ -75,6 +75,19 @@ def test_a_row_per_turn_is_compared_by_its_prompt(monkeypatch: pytest.MonkeyPatc
     assert check(row(ids, labels, chat)).prompts_only == 1
 
 
+def test_a_changed_template_is_no_rewritten_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    """System, user and assistant: nothing came before that a template could have rewritten."""
+    chat = [{"role": "system", "content": "s"}, *CHAT]
+    ids, labels = [5, *WHOLE], [-100, *LABELS]
+    serve(monkeypatch, ids, [5, *PROMPT])
+    assert check(row(ids, labels, chat)).whole == 1
+    # The prompt is right, and a token within the answer, or its end, is not.
+    for changed, index in (([5, 10, 11, 20, 30, 32, 2, 9], 5), ([5, 10, 11, 20, 30, 31, 9], 6)):
+        serve(monkeypatch, changed, [5, *PROMPT])
+        with pytest.raises(ParityRefused, match=f"differ from the trained ids at index {index}"):
+            check(row(ids, labels, chat))
+
+
 def test_spread_takes_first_and_last() -> None:
     rows = [row([i], [-100]) for i in range(10)]
     assert [r.ids[0] for r in spread(rows, 4)] == [0, 3, 6, 9]

@@ -10,9 +10,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import AutoTokenizer
 
+from tuneserve.lm.conversations import round_robin
 from tuneserve.lm.rows import IGNORED, Rows
 from tuneserve.lm.structured import kind_of, parses
 
@@ -52,10 +55,12 @@ def samples(model: Any, dataset: Path) -> list[dict[str, Any]]:
 
 
 def structured_rows(rows: Rows, dataset: Path, most: int) -> list[dict[str, Any]]:
-    """Held-out rows whose last answer is JSON or a tool call: where they are and what they hold.
+    """Held-out answers that are JSON or a tool call, of as many conversations as there are.
+
+    Any supervised answer of a row counts: a tool call is seldom a conversation's last one.
 
     Returns:
-        row, source, kind, prompt (ids), max_tokens.
+        row, source, start (where the answer begins in the row), kind, prompt (ids), max_tokens.
     """
     if not most:
         return []
@@ -64,23 +69,20 @@ def structured_rows(rows: Rows, dataset: Path, most: int) -> list[dict[str, Any]
     found: list[dict[str, Any]] = []
     for index in range(len(rows)):
         ids, labels = rows.row(index)
-        start, end = _last_answer(labels)
-        answer = [int(i) for i in ids[start:end] if int(i) not in special]
-        kind = kind_of(tokenizer.decode(answer)) if start < end else None
-        if kind is None:
-            continue
-        found.append(
-            {
-                "row": index,
-                "source": rows.sources[index],
-                "kind": kind,
-                "prompt": ids[:start].tolist(),
-                "max_tokens": min(2 * (end - start) + 16, _LONGEST_ANSWER),
-            }
-        )
-        if len(found) == most:
-            break
-    return found
+        for start, end in answers_in(labels):
+            text = tokenizer.decode([int(i) for i in ids[start:end] if int(i) not in special])
+            if start and (kind := kind_of(text)):
+                found.append(
+                    {
+                        "row": index,
+                        "source": rows.sources[index],
+                        "start": start,
+                        "kind": kind,
+                        "prompt": ids[:start].tolist(),
+                        "max_tokens": min(2 * (end - start) + 16, _LONGEST_ANSWER),
+                    }
+                )
+    return [found[place] for place in round_robin([row["source"] for row in found], most)]
 
 
 def answer_structured(model: Any, chosen: Sequence[dict[str, Any]], dataset: Path) -> None:
@@ -92,7 +94,9 @@ def answer_structured(model: Any, chosen: Sequence[dict[str, Any]], dataset: Pat
     for row, ids in zip(
         chosen, greedy(model, [row["prompt"] for row in chosen], longest), strict=True
     ):
-        row["merged"] = tokenizer.decode(ids[: row["max_tokens"]], skip_special_tokens=False)
+        own = ids[: row["max_tokens"]]
+        row["merged"] = tokenizer.decode(own, skip_special_tokens=False)
+        row["merged_tokens"] = len(own)
         row["parses"] = parses(row["merged"], row["kind"])
         del row["prompt"]
 
@@ -125,15 +129,11 @@ def _until(answer: list[int], ends: Sequence[int]) -> list[int]:
     return answer[:at]
 
 
-def _last_answer(labels: Any) -> tuple[int, int]:
-    """Begin and end of the last run of supervised positions."""
-    end = len(labels)
-    while end and labels[end - 1] == IGNORED:
-        end -= 1
-    start = end
-    while start and labels[start - 1] != IGNORED:
-        start -= 1
-    return start, end
+def answers_in(labels: npt.ArrayLike) -> list[tuple[int, int]]:
+    """Begin and end of each run of supervised positions."""
+    marked = np.concatenate(([False], np.asarray(labels) != IGNORED, [False]))
+    edges = np.flatnonzero(marked[1:] != marked[:-1]).tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def _chats(dataset: Path) -> Iterator[dict[str, Any]]:

@@ -15,6 +15,7 @@ import numpy as np
 from tuneserve.artifacts import write_json_atomic
 from tuneserve.evaluate.picture import PLOT_NAME, plot_rows
 from tuneserve.lm import scores
+from tuneserve.lm.conversations import round_robin
 from tuneserve.lm.rows import read_rows
 from tuneserve.stages import StageContext
 
@@ -29,8 +30,8 @@ MODELS = ("base", "adapter", "merged")
 def run(context: StageContext) -> dict[str, Any]:
     """Measure on at most `gates.eval_rows` held-out rows, and write what gates compare with.
 
-    Losses are exact mean nats per supervised token. The adapter is measured on the base it was
-    trained on, which is the NF4 one after QLoRA.
+    They are rows of as many conversations as there are. Losses are exact mean nats per supervised
+    token. The adapter is measured on the base it was trained on, which is the NF4 one after QLoRA.
 
     Files: `losses.json`; `samples.jsonl`, answers of the base; `references.npz`, the merged model's
     likeliest tokens at every supervised position, how far they are from the adapter's, and how far
@@ -47,7 +48,9 @@ def run(context: StageContext) -> dict[str, Any]:
     dataset = context.inputs["dataset"].path
     rows = read_rows(dataset / "eval.parquet")
     counts = rows.supervised()
-    chosen = [i for i in range(len(rows)) if counts[i]][: context.run.gates.eval_rows]
+    usable = [i for i in range(len(rows)) if counts[i]]
+    places = round_robin([rows.sources[i] for i in usable], context.run.gates.eval_rows)
+    chosen = [usable[place] for place in places]
     tokens = int(counts[chosen].sum()) if chosen else 0
     result: dict[str, Any] = {"rows": len(chosen), "supervised_tokens": tokens}
     if not chosen:

@@ -97,7 +97,7 @@ def measure_champion(
 def safely_measure(
     socket_path: Path, model: str, release: str, rows: Sequence[Row], folder: Path
 ) -> tuple[ChampionScores | None, str]:
-    """As `measure_champion`; a champion that cannot be measured must not bar its successor.
+    """As `measure_champion`; why it could not be measured is for a gate to say.
 
     Args:
         folder: The champion's model, which says what ends its answers.

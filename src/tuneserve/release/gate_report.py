@@ -78,10 +78,10 @@ def markdown(title: str, report: GateReport, pictures: Sequence[tuple[str, str]]
         ]
         lines.append("")
     if report.rungs:
-        lines += ["| export | decision | why |", "|---|---|---|"]
+        columns = ("method", "decision", "reason", "would_pass")
+        lines += ["| export | decision | why | would have passed with |", "|---|---|---|---|"]
         lines += [
-            f"| {_cell(rung.get('method', ''))} | {_cell(rung.get('decision', ''))} "
-            f"| {_cell(rung.get('reason', ''))} |"
+            f"| {' | '.join(_cell(rung.get(name, '')) for name in columns)} |"
             for rung in report.rungs
         ]
         lines.append("")

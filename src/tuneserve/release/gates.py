@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -21,6 +21,9 @@ from tuneserve.thresholds import GatesSection
 
 Decision = Literal["passed", "refused", "undecided", "overridden"]
 MODELS = ("base", "adapter", "merged", "served", "champion")
+_CHAMPION = "not worse than the champion"
+_NO_GAIN = "gates.must_beat_base: false"
+_WITHOUT_CHAMPION = "gates.allow_undecided: true, or gates.compare_champion: false"
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,8 @@ class Evidence:
         answer_bytes: UTF-8 bytes of each row's last answer.
         answer_nats: Its summed loss: of `served` and of `champion`.
         answer_sources: Conversations of those rows, where the champion could be measured.
+        champion_unknown: Why what serves now could not be measured; empty: it was, or nothing
+            serves.
     """
 
     sources: Sequence[str] = ()
@@ -69,6 +74,7 @@ class Evidence:
     answer_sources: Sequence[str] = ()
     answer_bytes: npt.NDArray[Any] = field(default_factory=lambda: np.zeros(0))
     answer_nats: Mapping[str, npt.NDArray[np.float64]] = field(default_factory=dict)
+    champion_unknown: str = ""
 
     def loss(self, name: str) -> float | None:
         """Mean nats per supervised token of a model; None: not measured."""
@@ -183,10 +189,7 @@ def judge(config: GatesSection, evidence: Evidence, *, skipped: Sequence[str] = 
             report.skipped.append(decided)
         else:
             report.gates.append(decided)
-    compared = _champion(config, evidence)
-    if isinstance(compared, str):
-        report.skipped.append(compared)
-    elif compared is not None:
+    if (compared := _champion(config, evidence)) is not None:
         report.gates.append(compared)
     return report
 
@@ -258,7 +261,7 @@ def _over_base(config: GatesSection, draws: Resampled, report: GateReport) -> Ga
     if base is None or served is None:
         return "better than base: the base model's loss was not measured"
     interval = draws.interval(lambda s: (s["served"] - s["base"]) / s["tokens"])
-    return bounded(
+    gate = bounded(
         config,
         "better than base",
         interval,
@@ -267,6 +270,7 @@ def _over_base(config: GatesSection, draws: Resampled, report: GateReport) -> Ga
         found=f"served {served:.4f}, base {base:.4f}: {interval} nats a token",
         wanted="a loss surely below the base's",
     )
+    return replace(gate, would_pass=_NO_GAIN) if gate.decision == "refused" else gate
 
 
 def _merge_keeps(config: GatesSection, draws: Resampled, report: GateReport) -> Gate | str:
@@ -293,16 +297,20 @@ def _share(
     before: str,
     after: str,
     setting: str,
-) -> Gate:
+) -> Gate | str:
     """What `after` lost of what `before` had gained over the base, as a share."""
     limit = float(getattr(config, setting))
     gain = draws.interval(lambda s: (s["base"] - s[before]) / s["tokens"])
     share = draws.interval(lambda s: (s[after] - s[before]) / (s["base"] - s[before]))
     numbers = f"{after} {report.losses[after]:.4f}, {before} {report.losses[before]:.4f}"
     wanted = f"at most {limit:.0%} of what tuning gained, {gain.mean:.4f} nats a token"
+    if gain.mean <= 0 and not config.must_beat_base:  # how far apart the models are still counts
+        return (
+            f"{name}: tuning gained nothing over the base ({gain}), and gates.must_beat_base is off"
+        )
     if gain.mean <= 0:
         found = f"{numbers}: tuning gained nothing over the base ({gain})"
-        return Gate(name, False, found, wanted, "refused")
+        return Gate(name, False, found, wanted, "refused", _NO_GAIN)
     # A quotient has no bounds when a draw's gain may be zero; the same question without it has.
     room = draws.interval(
         lambda s: (s[after] - s[before] - limit * (s["base"] - s[before])) / s["tokens"]
@@ -384,33 +392,42 @@ def _same_choice(config: GatesSection, draws: Resampled, report: GateReport) -> 
     )
 
 
-def _champion(config: GatesSection, evidence: Evidence) -> Gate | str | None:
+def _champion(config: GatesSection, evidence: Evidence) -> Gate | None:
+    limit = config.max_over_champion
+    wanted = f"at most {limit:+g} nats a byte of answer"
+    if evidence.champion_unknown:
+        return _champion_unknown(config, evidence.champion_unknown, wanted)
     if "champion" not in evidence.answer_nats:
         return None
     if not evidence.answer_bytes.sum():
-        return "not worse than the champion: no held-out answer has any text"
+        return _champion_unknown(config, "no held-out answer has any text", wanted)
     compared, held_out = len(set(evidence.answer_sources)), len(set(evidence.sources))
     if compared < config.min_conversations <= held_out:
-        return (
-            f"not worse than the champion: it could take {compared} of {held_out} held-out "
-            "conversations, too few to compare"
-        )
+        why = f"it could take {compared} of {held_out} held-out conversations, too few to compare"
+        return _champion_unknown(config, why, wanted)
     columns = {"bytes": evidence.answer_bytes, **evidence.answer_nats}
     draws = Resampled(
         evidence.answer_sources, columns, seed=config.seed, confidence=config.confidence
     )
     served, champion = (draws.sums[name] / draws.sums["bytes"] for name in ("served", "champion"))
     over = draws.interval(lambda s: (s["served"] - s["champion"]) / s["bytes"])
-    limit = config.max_over_champion
     return bounded(
         config,
-        "not worse than the champion",
+        _CHAMPION,
         over,
         limit,
         found=f"candidate {served:.4f}, champion {champion:.4f}: {over} nats a byte of answer",
-        wanted=f"at most {limit:+g} nats a byte of answer",
+        wanted=wanted,
         setting="gates.max_over_champion",
     )
+
+
+def _champion_unknown(config: GatesSection, why: str, wanted: str) -> Gate:
+    """What serves now could not be compared: nobody knows whether the candidate is worse."""
+    if config.allow_undecided:
+        said = f"{why}; gates.allow_undecided is set"
+        return Gate(_CHAMPION, True, said, wanted, "overridden")
+    return Gate(_CHAMPION, False, f"undecided: {why}", wanted, "undecided", _WITHOUT_CHAMPION)
 
 
 def _rounded_up(value: float) -> str:

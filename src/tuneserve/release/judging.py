@@ -18,6 +18,7 @@ import numpy as np
 
 from tuneserve.errors import InputError
 from tuneserve.lm import scores
+from tuneserve.lm.conversations import round_robin
 from tuneserve.lm.scores import TopScores
 from tuneserve.release import behaviour
 from tuneserve.release.champion import ChampionScores, paired
@@ -44,6 +45,7 @@ class Subject:
         held_out: Whether the rows were held out.
         evaluation: Folder of the evaluation artifact.
         champion: What serves now, measured on `rows`; None: nothing does, or it was not measured.
+        champion_unknown: Why it could not be measured, although it should have been.
         answer_tokens: Longest answer.
         longest: Longest prompt with its answer, in tokens.
         alive: Raises when the server has died.
@@ -56,6 +58,7 @@ class Subject:
     held_out: bool
     evaluation: Path | None
     champion: ChampionScores | None = None
+    champion_unknown: str = ""
     answer_tokens: int = 256
     longest: int = 1 << 30
     alive: Callable[[], None] = lambda: None
@@ -112,13 +115,15 @@ def judge_candidate(
 def rows_to_score(
     rows: list[Row], held_out: bool, evaluation: Path | None, gates: GatesSection
 ) -> list[Row]:
-    """The rows that evaluation measured: the first held-out ones that have something supervised."""
+    """The rows that evaluation measured: held-out ones that have something supervised, of as many
+    conversations as there are."""
     if not held_out:
         return []
     count = gates.eval_rows
     if evaluation is not None:
         count = int(_losses(evaluation).get("rows", count))
-    return [row for row in rows if row.supervised][:count]
+    usable = [row for row in rows if row.supervised]
+    return [usable[place] for place in round_robin([row.source for row in usable], count)]
 
 
 def _losses(evaluation: Path) -> dict[str, Any]:
@@ -154,15 +159,22 @@ def _evidence(subject: Subject, rows: list[Row], found: TopScores) -> tuple[Evid
                 hint="run evaluate again",
             )
         per_row = known.get("per_row") or {}
+        if per_row and per_row.get("source") != sources:
+            raise InputError(
+                f"the evaluation is of other rows than the {len(rows)} measured here",
+                expected="an evaluation of this dataset",
+                hint="run evaluate again",
+            )
         for name in ("base", "adapter", "merged"):
-            if per_row.get(name) and per_row.get("source") == sources:
+            if per_row.get(name):
                 nats[name] = np.array(per_row[name], np.float64)
         if (subject.evaluation / REFERENCES).is_file():
             kl, flips, measured = _distances(subject.evaluation / REFERENCES, found)
     answer: tuple[Any, Any, Any] = ([], np.zeros(0), {})
     if subject.champion is not None:
         answer = paired(rows, _last_answer_nats(rows, found), subject.champion)
-    return Evidence(sources, tokens, nats, kl, flips, *answer), measured
+    unknown = subject.champion_unknown
+    return Evidence(sources, tokens, nats, kl, flips, *answer, unknown), measured
 
 
 def _distances(path: Path, found: TopScores) -> tuple[dict[str, Any], dict[str, Any], Measured]:
@@ -222,39 +234,78 @@ def _behaviour(subject: Subject, skipped: list[str]) -> list[Gate]:
         gates += behaviour.judge_answers(config, ask(prompts))
     elif subject.rows:
         skipped.append("greedy answers: none were asked for, or no held-out prompt fits")
-    structured = read_structured(subject.evaluation, subject.rows)[: config.structured_answers]
+    structured = _structured(subject, skipped)
     if structured:
         answers = ask([(row.prompt, row.max_tokens) for row in structured])
         if gate := behaviour.judge_structured(config, structured, answers):
             gates.append(gate)
-    said = behaviour.ask_canaries(
-        subject.socket_path, subject.model, config.canaries, alive=subject.alive
-    )
-    gates += [
-        behaviour.judge_canary(c, text) for c, text in zip(config.canaries, said, strict=True)
+    # Half of what the server takes is left for the prompt, of which only the text is known.
+    canaries = [
+        canary.model_copy(update={"max_tokens": min(canary.max_tokens, subject.longest // 2)})
+        for canary in config.canaries
     ]
+    said = behaviour.ask_canaries(subject.socket_path, subject.model, canaries, alive=subject.alive)
+    gates += [behaviour.judge_canary(c, text) for c, text in zip(canaries, said, strict=True)]
     return gates
 
 
-def read_structured(evaluation: Path | None, rows: list[Row]) -> list[behaviour.StructuredRow]:
-    """The structured rows that evaluation asked the merged model; empty when it has none."""
+def _structured(subject: Subject, skipped: list[str]) -> list[behaviour.StructuredRow]:
+    """The structured rows to ask, each within what the server takes."""
+    known, too_long = read_structured(subject.evaluation, subject.rows, subject.longest)
+    if too_long:
+        skipped.append(
+            f"structured answers: {too_long} do not fit into the {subject.longest} tokens served"
+        )
+    wanted = subject.gates.structured_answers
+    asked = wanted and subject.evaluation is not None
+    if asked and not known and not too_long and _has_tools(subject.rows):
+        skipped.append(
+            "structured answers: none found, though the data has tools; calls that are no JSON "
+            "(XML, Python) are not compared"
+        )
+    return known[:wanted]
+
+
+def _has_tools(rows: list[Row]) -> bool:
+    return any(row.tools or any(m.get("tool_calls") for m in row.messages) for row in rows)
+
+
+def read_structured(
+    evaluation: Path | None, rows: list[Row], longest: int
+) -> tuple[list[behaviour.StructuredRow], int]:
+    """The structured rows that evaluation asked the merged model.
+
+    Args:
+        evaluation: Folder of the evaluation artifact.
+        rows: All held-out rows.
+        longest: Longest prompt with its answer, in tokens.
+
+    Returns:
+        Those that can be asked, and how many cannot: behind their prompt there is no room for an
+        answer as long as the merged model's.
+    """
     if evaluation is None or not (evaluation / STRUCTURED).is_file():
-        return []
-    found = []
+        return [], 0
+    found, too_long = [], 0
     for line in (evaluation / STRUCTURED).read_text(encoding="utf-8").splitlines():
         data = json.loads(line)
         row = rows[data["row"]] if data["row"] < len(rows) else None
         if row is None or row.source != data["source"]:
+            continue
+        prompt = row.ids[: data.get("start", row.answer_start)]
+        room = longest - len(prompt)
+        if room < max(1, min(data.get("merged_tokens", 0) + 1, data["max_tokens"])):
+            too_long += 1
             continue
         found.append(
             behaviour.StructuredRow(
                 data["source"],
                 data["row"],
                 data["kind"],
-                row.ids[: row.answer_start],
-                data["max_tokens"],
+                prompt,
+                min(data["max_tokens"], room),
                 data["merged"],
                 data["parses"],
             )
         )
-    return found
+    return found, too_long

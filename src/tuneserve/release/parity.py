@@ -43,7 +43,8 @@ def check_parity(socket_path: Path, model: str, rows: list[Row]) -> Parity:
     generation prompt) must equal the trained ids up to where the last answer's supervision
     begins. The whole chat must equal the whole row as well; it may be longer where the row was
     cut at the end. Rows whose history a template rewrites (one row per assistant turn) are
-    rendered for generation, so only the prompt counts.
+    rendered for generation, so only the prompt counts; a row without an earlier answer has no
+    history to rewrite.
 
     Raises:
         ParityRefused: Ids differ; says in which chat and at which index.
@@ -98,7 +99,8 @@ def _compare_prompt(row: Row, prompt: list[int], whole: list[int], found: Parity
         )
     if whole == row.ids:
         return
-    if row.labels[: len(prompt)].count(-100) == len(prompt) and len(row.messages) > 2:
+    earlier = any(message["role"] == "assistant" for message in row.messages[:-1])
+    if earlier and row.labels[: len(prompt)].count(-100) == len(prompt):
         found.prompts_only += 1  # one row per assistant turn: earlier turns are not supervised
         return
     at = _common_prefix(whole, row.ids)
