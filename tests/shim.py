@@ -75,7 +75,7 @@ def in_process(call: StageCall) -> StageResult:
 
     spec = dataclasses.replace(stages.STAGES[call.stage], entry="shim:behave")
     request: dict[str, Any] = {**call.to_json(), "store": str(call.store.root), "id": None}
-    request.update(key=None, sources=call.sources())
+    request.update(key=None, sources=call.sources(), base_files=call.base_files())
     if spec.makes:
         request["key"] = call.key()
         request["id"] = artifact_id(spec.makes, request["key"])

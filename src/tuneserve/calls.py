@@ -142,54 +142,69 @@ class StageCall:
         return key
 
     def _base_digest(self) -> str:
-        from tuneserve.checkpoint.fingerprint import fingerprint
-
         if self.base is None:
             raise ModelError(
                 f"stage {self.stage} needs the base model's folder",
                 expected="a base that was fetched",
                 hint="fetch the base first",
             )
-        # The weights have their fingerprint; every other file may decide bytes: tokenizer,
-        # template, stop ids of the generation config, code that comes with the model.
         others = hashlib.sha256()
-        for path in sorted(self.base.iterdir()):
-            if (
-                path.is_file()
-                and path.suffix not in _WEIGHT_SUFFIXES
-                and path.name not in _NOT_READ
-            ):
-                others.update(f"{path.name}:{file_sha256(path)}\n".encode())
-        return f"{fingerprint(self.base)['digest']}+{others.hexdigest()[:16]}"
+        for name, digest in self.base_files().items():
+            others.update(f"{name}:{digest}\n".encode())
+        return f"{self._weights_digest()}+{others.hexdigest()[:16]}"
 
-    def check_unchanged(self, key: Mapping[str, Any], sources: Mapping[str, Any]) -> None:
+    def _weights_digest(self) -> str:
+        from tuneserve.checkpoint.fingerprint import fingerprint
+
+        assert self.base is not None
+        return str(fingerprint(self.base)["digest"])
+
+    def base_files(self) -> dict[str, str]:
+        """SHA-256 of the base's files but the weights, which have their fingerprint. Any of them
+        may decide bytes: tokenizer, template, stop ids of the generation config, code that comes
+        with the model.
+        """
+        if self.base is None or not self.spec.uses_base:
+            return {}
+        return {
+            path.name: file_sha256(path)
+            for path in sorted(self.base.iterdir())
+            if path.is_file() and path.suffix not in _WEIGHT_SUFFIXES and path.name not in _NOT_READ
+        }
+
+    def check_unchanged(self, request: Mapping[str, Any]) -> None:
         """Refuse a result of files that are not those its id was made of any more.
 
         Args:
-            key: What `key()` gave before anything was read.
-            sources: What `sources()` gave then.
+            request: With `key`, `sources` and `base_files` as they were before anything was read.
 
         Raises:
             DataError: A data file changed, came or went meanwhile.
-            ModelError: The chat template or a file of the base did.
+            ModelError: The chat template or a file of the base changed or went. One that came to
+            the base did so, most likely, after it was loaded: the next run sees another base.
         """
-        before, after = _by_path(sources), _by_path(self.sources())
+        key, while_read = request["key"], f"changed while stage {self.stage} read"
+        before, after = _by_path(request["sources"]), _by_path(self.sources())
         if paths := sorted(p for p in {*before, *after} if before.get(p) != after.get(p)):
             more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
             raise DataError(
-                f"{', '.join(paths[:5])}{more}: changed while stage {self.stage} read the data",
+                f"{', '.join(paths[:5])}{more}: {while_read} the data",
                 expected=_STAYS,
                 hint=_COME_WHOLE,
             )
+        changed = []
         template = self.run.model.chat_template if self.spec.uses_files else None
         if template and file_sha256(Path(template)) != key["config"]["model.chat_template"]:
+            changed.append(template)
+        if self.base and self.spec.uses_base:
+            now = self.base_files()
+            known = request["base_files"].items()
+            changed += [str(self.base / name) for name, was in known if now.get(name) != was]
+            if not changed and not key["base"].startswith(self._weights_digest()):
+                changed.append(f"the weights in {self.base}")
+        if changed:
             raise ModelError(
-                f"{template}: changed while stage {self.stage} read it", expected=_STAYS
-            )
-        if self.base and self.spec.uses_base and self._base_digest() != key["base"]:
-            newest = max(self.base.iterdir(), key=lambda path: path.stat().st_ctime_ns)
-            raise ModelError(
-                f"{self.base}: changed while stage {self.stage} read it, {newest.name} last",
+                f"{', '.join(changed)}: {while_read} the model",
                 expected=_STAYS,
                 hint="run again once the model is copied or downloaded whole",
             )

@@ -116,7 +116,7 @@ def _run(spec: StageSpec, request: dict[str, Any]) -> dict[str, Any]:
             started, clock = datetime.now(UTC), time.monotonic()
             context = _context(request, run, store, draft.path, draft.work)
             metrics = _entry(spec)(context)
-            StageCall.from_json(request).check_unchanged(request["key"], request["sources"])
+            StageCall.from_json(request).check_unchanged(request)
             metrics["peak_rss_bytes"] = peak_rss_bytes()
             facts = {
                 "key": request["key"],

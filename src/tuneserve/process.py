@@ -90,6 +90,7 @@ def run_stage(
         "id": id,
         "key": key,
         "sources": call.sources(),
+        "base_files": call.base_files(),
     }
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="tuneserve-") as folder:
