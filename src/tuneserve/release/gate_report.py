@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from tuneserve.pictures import optional
-from tuneserve.release.gates import MODELS, GateReport
+from tuneserve.release.decisions import GateReport
+from tuneserve.release.gates import MODELS
 from tuneserve.release.judging import Measured
 
 REPORT_NAME = "gates.md"

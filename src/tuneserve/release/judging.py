@@ -22,7 +22,8 @@ from tuneserve.lm.conversations import round_robin
 from tuneserve.lm.scores import TopScores
 from tuneserve.release import behaviour
 from tuneserve.release.champion import ChampionScores, paired
-from tuneserve.release.gates import Evidence, Gate, GateReport, judge
+from tuneserve.release.decisions import Gate, GateReport
+from tuneserve.release.gates import Evidence, judge
 from tuneserve.release.heldout import Row, spread
 from tuneserve.release.served_loss import served_scores
 from tuneserve.thresholds import GatesSection

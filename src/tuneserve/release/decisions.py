@@ -1,0 +1,110 @@
+"""One decision about a candidate, and all of them together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from tuneserve.errors import GateRefused
+
+Decision = Literal["passed", "refused", "undecided", "overridden"]
+
+
+@dataclass(frozen=True)
+class Gate:
+    """One decision.
+
+    Attributes:
+        name: What is asked, in a few words.
+        passed: Whether it lets the candidate through.
+        found: What was measured.
+        wanted: What would pass.
+        decision: How it came out.
+        would_pass: The run-file setting with which it would have passed; empty when it did, or
+            when no setting would.
+    """
+
+    name: str
+    passed: bool
+    found: str
+    wanted: str
+    decision: Decision = "passed"
+    would_pass: str = ""
+
+
+@dataclass
+class GateReport:
+    """All decisions about one candidate.
+
+    Attributes:
+        losses: Mean nats per supervised token of base, adapter, merged and served model; None:
+            not measured.
+        gates: The decisions.
+        skipped: Proofs that were not made, and why.
+        facts: Other numbers for the report, by the words they are shown with.
+        intervals: Low and high bound of each loss.
+        rungs: What was tried before on the ladder of exports: method, decision, reason.
+    """
+
+    losses: dict[str, float | None]
+    gates: list[Gate] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    facts: dict[str, str] = field(default_factory=dict)
+    intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
+    rungs: list[dict[str, str]] = field(default_factory=list)
+
+    @property
+    def refused(self) -> list[Gate]:
+        """Gates that were not passed."""
+        return [gate for gate in self.gates if not gate.passed]
+
+    @property
+    def would_pass(self) -> list[str]:
+        """Settings with which the refused gates would have passed."""
+        return [gate.would_pass for gate in self.refused if gate.would_pass]
+
+    def to_json(self) -> dict[str, Any]:
+        """For programs."""
+        return {
+            "losses": self.losses,
+            "gates": [vars(gate) for gate in self.gates],
+            "skipped": self.skipped,
+            "facts": self.facts,
+            "intervals": self.intervals,
+            "rungs": self.rungs,
+        }
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> GateReport:
+        """Rebuild what `to_json` gave, also of an earlier version that kept less."""
+        return GateReport(
+            dict(data["losses"]),
+            [
+                Gate(**{"decision": "passed" if gate["passed"] else "refused", **gate})
+                for gate in data.get("gates", ())
+            ],
+            list(data.get("skipped", ())),
+            dict(data.get("facts", {})),
+            {name: (low, high) for name, (low, high) in data.get("intervals", {}).items()},
+            list(data.get("rungs", ())),
+        )
+
+    def raise_if_refused(self, release: str) -> None:
+        """Raise when a gate was not passed.
+
+        Raises:
+            GateRefused: Names every gate that refused, with its numbers.
+        """
+        if not self.refused:
+            return
+        reasons = "; ".join(f"{gate.name}: {gate.found}" for gate in self.refused)
+        changes = f" ({', '.join(self.would_pass)})" if self.would_pass else ""
+        raise GateRefused(
+            f"release {release} was refused by {len(self.refused)} of {len(self.gates)} gates: "
+            f"{reasons}",
+            expected="; ".join(f"{gate.name}: {gate.wanted}" for gate in self.refused),
+            hint="what was serving goes on serving; train longer, choose another quantize method, "
+            f"or change the thresholds in gates{changes}",
+            details={**self.to_json(), "would_pass": self.would_pass},
+        )
