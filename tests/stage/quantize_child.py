@@ -39,6 +39,7 @@ def main(root: Path) -> None:
         keep("again", export(f"elsewhere/{method}", method))
     changed_models(root)
     keep("dead", export("dead", model="model_dead"))
+    keep("dead_awq", export("dead_awq", "awq", model="model_dead"))
     keep("nan", export("nan", model="model_nan"))
     (root / "exists").mkdir()
     (root / "exists" / "mine").write_text("mine")
@@ -132,14 +133,26 @@ def spoiled(root: Path, keep: Any) -> None:
                 tensors[key].zero_()
         save_file(tensors, root / name / "model.safetensors", metadata={"format": "pt"})
         keep(name, smoke(name, method))
-    shutil.copytree(root / "gptq", root / "overflow")
-    config = json.loads((root / "overflow" / "config.json").read_text())
-    (root / "overflow" / "config.json").write_text(json.dumps({**config, "dtype": "float16"}))
-    tensors = load_file(root / "overflow" / "model.safetensors")
-    tensors["model.embed_tokens.weight"] *= 1e6
-    save_file(tensors, root / "overflow" / "model.safetensors", metadata={"format": "pt"})
-    with mock.patch("tuneserve.quantize.smoke.MAX_LOSS_INCREASE", 1e9):
-        keep("overflow", smoke("overflow", "gptq"))
+    # Large hidden states; and hidden states as they were, with a large input of each down_proj.
+    scaled = {"overflow": {"embed_tokens.weight": 1e6}}
+    scaled["overflow_inside"] = {"up_proj.scales": 2e4, "down_proj.scales": 1 / 2e4}
+    for name, key, dtype in (
+        ("overflow", "dtype", "float16"),
+        ("overflow_inside", "dtype", "float16"),
+        ("overflow_old", "torch_dtype", "float16"),
+        ("overflow_none", "dtype", "bfloat16"),
+    ):
+        shutil.copytree(root / "gptq", root / name)
+        config = json.loads((root / name / "config.json").read_text())
+        config.pop("dtype")
+        (root / name / "config.json").write_text(json.dumps({**config, key: dtype}))
+        tensors = load_file(root / name / "model.safetensors")
+        for ending, factor in scaled.get(name, scaled["overflow"]).items():
+            for tensor in [n for n in tensors if n.endswith(ending)]:
+                tensors[tensor] *= factor
+        save_file(tensors, root / name / "model.safetensors", metadata={"format": "pt"})
+        with mock.patch("tuneserve.quantize.smoke.MAX_LOSS_INCREASE", 1e9):
+            keep(name, smoke(name, "gptq"))
 
 
 def as_stage(root: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,18 +15,30 @@ import torch
 
 from train_rows import IGNORED, make_context, pico_dataset, write_rows
 from tuneserve.artifacts import Artifact
+from tuneserve.evaluate import answers
 from tuneserve.evaluate.stage import run
+from tuneserve.lm.rows import read_rows as read_token_rows
+from tuneserve.release.heldout import read_rows
+from tuneserve.release.judging import rows_to_score
 from tuneserve.stages import StageContext
 from tuneserve.train.stage import run as train
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "float32")
 
 TRAIN = {"effective_batch": 4, "max_steps": 8, "learning_rate": 4e-3}
 
 
 @pytest.fixture(scope="module")
+def float32() -> Iterator[None]:
+    """As on a CPU without bfloat16: losses that are worked out another way agree closely."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tuneserve.lm.hardware.compute_dtype", lambda device: torch.float32)
+        yield
+
+
+@pytest.fixture(scope="module")
 def evaluated(
-    tmp_path_factory: pytest.TempPathFactory, pico_model: Path
+    tmp_path_factory: pytest.TempPathFactory, pico_model: Path, float32: None
 ) -> tuple[StageContext, dict[str, Any], dict[str, Any]]:
     folder = tmp_path_factory.mktemp("evaluate")
     dataset = pico_dataset(folder / "dataset", pico_model)
@@ -115,6 +128,95 @@ def test_the_base_answers_the_first_questions(
         assert sample["reference"] == chat["messages"][1]["content"]
         # The pico model knows its world; what it lacks is the habit.
         assert f"Aye! {sample['base']}" == sample["reference"]
+
+
+def test_rows_are_of_as_many_conversations_as_there_are(
+    tmp_path: Path,
+    evaluated: tuple[StageContext, dict[str, Any], dict[str, Any]],
+    pico_model: Path,
+) -> None:
+    """The first is five rows, one for each of its answers; six rows are measured of three."""
+    dataset = pico_dataset(tmp_path / "dataset", pico_model)
+    table = pq.read_table(dataset.path / "eval.parquet").to_pylist()
+    sources = ["a", "a", "a", "a", "a", "b", "c", "c"]
+    write_rows(
+        dataset.path / "eval.parquet", [(r["input_ids"], r["labels"]) for r in table], "eval"
+    )
+    named = pq.read_table(dataset.path / "eval.parquet").drop_columns("source")
+    pq.write_table(named.append_column("source", [sources]), dataset.path / "eval.parquet")
+    lines = (dataset.path / "eval_messages.jsonl").read_text().splitlines()
+    chats = [{**json.loads(line), "source": s} for line, s in zip(lines, sources, strict=True)]
+    text = "".join(f"{json.dumps(chat)}\n" for chat in chats)
+    (dataset.path / "eval_messages.jsonl").write_text(text)
+    inputs = {**evaluated[0].inputs, "dataset": dataset}
+    for count, expected in ((3, ["a", "b", "c"]), (6, ["a", "a", "a", "b", "c", "c"])):
+        folder = tmp_path / f"evaluate-{count}"
+        context = make_context(folder, pico_model, inputs, TRAIN, gates={"eval_rows": count})
+        run(context)
+        losses = json.loads((context.out / "losses.json").read_text())
+        assert losses["per_row"]["source"] == expected
+        rows, _ = read_rows(dataset.path)
+        measured = rows_to_score(rows, True, context.out, context.run.gates)
+        assert [row.source for row in measured] == expected
+        counts = losses["per_row"]["supervised_tokens"]
+        assert [len(row.supervised) for row in measured] == counts
+
+
+def test_every_tool_call_is_asked_wherever_it_stands(pico_model: Path, tmp_path: Path) -> None:
+    """Six of the seven example chats call tools; all of them end in prose, one calls twice."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(pico_model)
+    chats = tool_chats()
+    encoded = [_with_tools(tokenizer, chat["messages"], chat["tools"]) for chat in chats]
+    dataset = pico_dataset(tmp_path / "dataset", pico_model, rows=1)
+    write_rows(dataset.path / "eval.parquet", encoded, "eval")
+    rows = read_token_rows(dataset.path / "eval.parquet")
+    calls = [
+        (at, number)
+        for at, chat in enumerate(chats)
+        for number, message in enumerate(chat["messages"])
+        if message.get("tool_calls")
+    ]
+    assert len(calls) == 7 and len({at for at, _ in calls}) == 6
+    found = answers.structured_rows(rows, dataset.path, 16)
+    assert [entry["kind"] for entry in found] == ["tool_call"] * 7
+    assert [entry["row"] for entry in found] == [at for at, _ in calls]
+    for entry, (at, number) in zip(found, calls, strict=True):
+        before = chats[at]["messages"][:number]
+        assert entry["prompt"] == tokenizer.apply_chat_template(
+            before, tools=chats[at]["tools"], add_generation_prompt=True, return_dict=False
+        )
+        assert entry["start"] == len(entry["prompt"])
+    few = answers.structured_rows(rows, dataset.path, 6)
+    assert len({entry["source"] for entry in few}) == 6  # each chat before one a second time
+
+
+def tool_chats() -> list[dict[str, Any]]:
+    """The shipped example of tool calls, with arguments as a template reads them."""
+    path = Path(__file__).parents[2] / "data_templates" / "tools_messages.jsonl"
+    chats = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    for message in (m for chat in chats for m in chat["messages"]):
+        for call in message.get("tool_calls") or []:
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    return chats
+
+
+def _with_tools(tokenizer: Any, messages: list[Any], tools: Any) -> tuple[list[int], list[int]]:
+    ids = tokenizer.apply_chat_template(messages, tools=tools, return_dict=False)
+    labels = [IGNORED] * len(ids)
+    for at, message in enumerate(messages):
+        if message["role"] == "assistant":
+            begin, end = (
+                len(
+                    tokenizer.apply_chat_template(
+                        messages[:upto], tools=tools, add_generation_prompt=ask, return_dict=False
+                    )
+                )
+                for upto, ask in ((at, True), (at + 1, False))
+            )
+            labels[begin : end - 1] = ids[begin : end - 1]  # without the template's line break
+    return ids, labels
 
 
 def test_without_held_out_rows_nothing_is_measured(

@@ -144,8 +144,10 @@ def test_equal_inputs_give_equal_bytes(exports: dict[str, Any], method: str) -> 
         assert b"offload_to_disk_path" not in path.read_bytes(), path.name
 
 
-def test_d02_a_dead_input_column_does_no_harm(exports: dict[str, Any]) -> None:
-    smoke = exports["dead"]["smoke"]
+@pytest.mark.parametrize("name", ["dead", "dead_awq"])
+def test_d02_d05_a_dead_input_column_does_no_harm(exports: dict[str, Any], name: str) -> None:
+    """All zero in every row, whatever the input: GPTQ's Hessian and AWQ's scales have a hole."""
+    smoke = exports[name]["smoke"]
     assert abs(smoke["loss_quantized"] - smoke["loss_merged"]) < 0.1
 
 
@@ -183,9 +185,13 @@ def test_d06_an_export_that_lost_the_model_is_refused(exports: dict[str, Any], m
     assert error["kind"] == "QuantizeError" and "lost the model" in error["message"]
 
 
-def test_d06_float16_overflow_is_refused(exports: dict[str, Any]) -> None:
-    assert exports["overflow"]["kind"] == "QuantizeError"
-    assert "float16" in exports["overflow"]["message"]
+@pytest.mark.parametrize("name", ["overflow", "overflow_inside", "overflow_old"])
+def test_d06_float16_overflow_is_refused(exports: dict[str, Any], name: str) -> None:
+    """In the hidden states, in what goes into a linear layer, and by the dtype's older name."""
+    assert exports[name]["kind"] == "QuantizeError"
+    assert "activations reach" in exports[name]["message"]
+    assert "config.json says float16" in exports[name]["message"]
+    assert "loss_quantized" in exports["overflow_none"]  # bfloat16 holds them
 
 
 def test_an_existing_folder_is_not_touched(exports: dict[str, Any]) -> None:
