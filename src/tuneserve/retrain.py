@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
 import time
 import uuid
@@ -22,6 +23,7 @@ from tuneserve.pipeline import Execute, PipelineResult, finetune_to_serve
 from tuneserve.runlock import hold
 from tuneserve.runs import RunRecord, Runs, now, summary
 from tuneserve.unchanged import inputs_digest, nothing_to_do
+from tuneserve.variables import check_variables
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +104,7 @@ def _watched(
         return PipelineResult(**{**known, "outcome": "unchanged", "note": note})
 
     try:
+        check_variables(run, os.environ)
         result = finetune_to_serve(run, _accounted(run, execute, runs, record), unchanged)
         if result.outcome == "promoted":
             # A run that was killed, or failed, after the switch told nobody: it is this one's to.

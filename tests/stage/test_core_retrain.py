@@ -27,6 +27,7 @@ from tuneserve.errors import (
     DeviceBusy,
     DiskFull,
     GateRefused,
+    RunFileError,
     ServiceError,
     StageTimeout,
 )
@@ -198,6 +199,15 @@ def test_a_failure_around_the_run_is_told(house: House, where: str) -> None:
     assert str(caught.value).splitlines()[0] in said["error"]
     assert said["link"] == "https://prefect/runs/1"
     assert executed(house.folder) == []
+
+
+def test_a_secret_that_is_not_there_is_missed_before_anything_is_made(house: House) -> None:
+    with pytest.raises(RunFileError, match="api_key_env names NO_SUCH_KEY, which is not set"):
+        house.run(serve={"api_key_env": "NO_SUCH_KEY"})
+    assert house.events == ["failed"] and "NO_SUCH_KEY" in house.hook.heard[0]["text"]
+    assert executed(house.folder) == []
+    (record,) = Runs().all()
+    assert record.state == "failed" and record.artifacts == {}
 
 
 def test_a_record_that_cannot_be_ended_is_told(
