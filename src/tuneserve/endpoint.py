@@ -69,15 +69,51 @@ class ServeSection(Section):
     drain_timeout_seconds: int = Field(
         120, ge=0, description="How long running answers may take at a switch."
     )
+    hold_seconds: int | None = Field(
+        None,
+        ge=1,
+        description="How long the gateway holds a request while no server answers, as at a switch "
+        "by hold; unset: drain_timeout_seconds and ready_timeout_seconds together.",
+    )
     temperature: float | None = Field(
         None, ge=0, description="Default sampling temperature; unset: the model's own."
     )
     top_p: float | None = Field(
         None, gt=0, le=1, description="Default nucleus mass; unset: the model's own."
     )
+    top_k: int | None = Field(
+        None,
+        ge=0,
+        description="Default number of likeliest tokens to draw from, 0 for all; unset: the "
+        "model's own.",
+    )
+    min_p: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="Default least probability of a token, as a share of the likeliest one's; "
+        "unset: the model's own.",
+    )
+    repetition_penalty: float | None = Field(
+        None,
+        gt=0,
+        description="Default penalty of tokens that were there before, 1 for none; unset: the "
+        "model's own.",
+    )
+    max_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Longest answer in tokens, also of requests that ask for more; unset: the "
+        "model's own max_new_tokens, else what max_model_len leaves.",
+    )
     tool_parser: str | None = Field(
         None, description="vLLM tool-call parser, needed when the data has tool calls."
     )
+
+    @property
+    def longest_hold_seconds(self) -> int:
+        """`hold_seconds`, or what a switch by `hold` may take at most before it is given up."""
+        return self.hold_seconds or self.drain_timeout_seconds + self.ready_timeout_seconds
 
     @model_validator(mode="after")
     def _fits_together(self) -> ServeSection:

@@ -6,11 +6,14 @@ import os
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
+import release_stub as stub
 from release_house import House, wait_for
 from tuneserve.release import control, state
+from tuneserve.release.address import Listen, check_port
 from tuneserve.release.layout import current_release, layout
 from tuneserve.release.stage import release
 from tuneserve.release.supervisor import GATEWAY, Keeper, server_program
@@ -18,7 +21,7 @@ from tuneserve.release.supervisor import GATEWAY, Keeper, server_program
 # Runs an action in which the N-th change to the outside world is replaced by kill -9 of ourselves.
 _KILLED = """
 import os, pickle, signal, sys
-from tuneserve.release import control, promote, stage, state, supervisor
+from tuneserve.release import control, entrance, layout, promote, stage, state, supervisor
 count = int(sys.argv[1])
 
 def dying(function):
@@ -31,11 +34,15 @@ def dying(function):
     return call
 
 state.write_json_atomic = dying(state.write_json_atomic)
+entrance.write_json_atomic = dying(entrance.write_json_atomic)
 promote.point = dying(promote.point)
 for name in ("put", "start", "stop", "remove"):
     setattr(supervisor.Keeper, name, dying(getattr(supervisor.Keeper, name)))
 action, argument = pickle.loads(bytes.fromhex(sys.argv[2]))
-{"release": stage.release, "promote": control.promote_release}[action](argument)
+def gateway(listen):
+    places = layout.layout()
+    promote.Servers(places, supervisor.Keeper(places)).ensure_gateway(listen)
+{"release": stage.release, "promote": control.promote_release, "gateway": gateway}[action](argument)
 """
 
 
@@ -61,6 +68,25 @@ def check_order(house: House, allowed: set[str]) -> str:
     up = {name for name, info in Keeper(layout()).all().items() if info.up}
     assert up == {GATEWAY, server_program(active)}
     return str(active)
+
+
+def test_kill_9_at_every_step_of_a_move_to_another_port(house: House) -> None:
+    made = release(house.request())["release"]
+    known = Listen(**state.read(layout()).gateway)
+    ports = known.port, stub.free_port()
+    for step in range(20):
+        goal = next(port for port in ports if port != house.port)
+        status = run_and_kill(step, "gateway", replace(known, port=goal))
+        endpoint = control.status()["endpoint"]
+        house.port = Listen(**state.read(layout()).gateway).port
+        assert endpoint == f"{house.url}/v1"
+        assert check_order(house, {made}) == made
+        (left,) = set(ports) - {house.port}
+        check_port(replace(known, port=left))
+        if status == 0:
+            assert house.port == goal and step > 3
+            return
+    raise AssertionError("the move never came to its end")
 
 
 def room_for(house: House, rollout: str) -> dict[str, str]:

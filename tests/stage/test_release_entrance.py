@@ -4,16 +4,20 @@ real."""
 from __future__ import annotations
 
 import contextlib
+import http.server
 import os
 import signal
 import socket
 import ssl
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -22,13 +26,14 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+import release_stub as stub
 from release_house import House, keeper, processes_of, wait_for
-from tuneserve.errors import GateRefused, RunFileError, ServerError
-from tuneserve.release import control, keep, promote, state, supervisor
-from tuneserve.release.address import Listen
+from tuneserve.errors import GateRefused, PortTaken, RunFileError, ServerError
+from tuneserve.release import control, keep, promote, stage, state, supervisor
+from tuneserve.release.address import Listen, check_port
 from tuneserve.release.layout import layout
 from tuneserve.release.stage import release
-from tuneserve.release.supervisor import server_program
+from tuneserve.release.supervisor import GATEWAY, server_program
 
 # `tuneserve keep` with a shorter time between its looks.
 KEEP = """
@@ -75,6 +80,42 @@ def get_models(house: House, scheme: str = "https") -> httpx.Response:
 
 
 @contextlib.contextmanager
+def stranger(port: int) -> Iterator[None]:
+    """Somebody who takes a port as soon as it is free, and answers like another run's gateway."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(404, "gateway_error")
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Say nothing."""
+
+    found: list[http.server.HTTPServer] = []
+
+    def bound() -> bool:
+        with contextlib.suppress(OSError):
+            found.append(http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler))
+        return bool(found)
+
+    deadline = time.monotonic() + 20
+    while not bound():
+        assert time.monotonic() < deadline
+    (server,) = found
+    threading.Thread(target=server.serve_forever, args=(0.05,)).start()
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def kill_gateway() -> None:
+    session = keeper()._session(GATEWAY)
+    assert session is not None
+    os.kill(session, signal.SIGKILL)
+
+
+@contextlib.contextmanager
 def kept() -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen([sys.executable, "-c", KEEP], stderr=subprocess.PIPE, text=True)
     try:
@@ -112,6 +153,74 @@ def test_another_name_cannot_take_away_the_certificate(house: House, tmp_path: P
     other = release(house.request("b", name="other", host="localhost", **files))
     assert other["endpoint"] == f"https://localhost:{house.port}/other/v1"
     assert served_certificate(house) == (tmp_path / "tls.crt").read_bytes()
+
+
+def test_a_stranger_on_the_port_is_noticed_though_the_gateway_is_being_restarted(
+    house: House,
+) -> None:
+    """E04: supervisord starts ours again and again, which is up to it as well."""
+    champion = release(house.request("a"))["release"]
+    before = state.read(layout())
+    kill_gateway()
+    with stranger(house.port):
+        wait_for(lambda: keeper().all()[GATEWAY].state == "BACKOFF")
+        with pytest.raises(PortTaken, match=f"process {os.getpid()} "):
+            release(house.request("b"))
+        with pytest.raises(PortTaken):
+            promote.Servers(layout(), keeper()).ensure_gateway(Listen(**before.gateway))
+        assert control.status()["endpoint"] is None
+        assert state.read(layout()) == before
+        assert set(keeper().all()) == {GATEWAY, server_program(champion)}
+    made = release(house.request("b"))
+    assert made["endpoint"] == f"{house.url}/v1"
+    assert house.chat().headers["x-tuneserve-release"] == made["release"]
+
+
+def test_a_stranger_that_comes_while_a_model_loads_is_no_endpoint(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """E04."""
+    release(house.request("a"))
+    coming = contextlib.ExitStack()
+    make_current = promote.make_current
+
+    def make_current_while_it_comes(*arguments: Any, **options: Any) -> None:
+        make_current(*arguments, **options)
+        kill_gateway()
+        coming.enter_context(stranger(house.port))
+
+    monkeypatch.setattr(stage.promote, "make_current", make_current_while_it_comes)
+    with coming, pytest.raises(PortTaken):
+        release(house.request("b"))
+
+
+def test_a_change_of_the_gateway_that_was_not_written_down_is_undone(house: House) -> None:
+    """As when the command was killed in between."""
+    release(house.request("a"))
+    servers = promote.Servers(layout(), keeper())
+    known = Listen(**state.read(layout()).gateway)
+
+    def change_and_die(**changes: Any) -> None:
+        servers.ensure_gateway(replace(known, **changes))
+        with state.change(layout()) as changed:
+            changed.gateway = known.to_json()
+
+    other = stub.free_port()
+    change_and_die(port=other)
+    assert control.status()["endpoint"] == f"{house.url}/v1"
+    assert house.chat().is_success
+    check_port(replace(known, port=other))  # nobody is left there
+    change_and_die(port=other)
+    assert release(house.request("a", port=other))["endpoint"] == f"http://127.0.0.1:{other}/v1"
+    change_and_die()
+    assert control.status()["endpoint"] == f"{house.url}/v1"
+    change_and_die(needs_key=True)
+    assert house.chat().status_code == 401
+    release(house.request("a"))
+    assert house.chat().is_success
+    session = keeper()._session(GATEWAY)
+    release(house.request("a"))
+    assert keeper()._session(GATEWAY) == session  # what is as it should be is left alone
 
 
 def test_a_gateway_that_cannot_start_anew_goes_on_as_before(house: House, tmp_path: Path) -> None:
@@ -162,8 +271,9 @@ def test_keep_starts_servers_without_a_gateway_and_tries_it_again(
         assert served_certificate(house) == renewed
 
         # What a killed run left at rest comes back without any command.
-        layout().name_link("default").unlink()
-        keeper().stop(server_program(made))
+        with state.lock_name(layout(), "default", "training"):
+            layout().name_link("default").unlink()
+            keeper().stop(server_program(made))
         (tmp_path / "tls.crt").write_bytes(renewed)
         wait_for(lambda: keeper().members(server_program(made)))
         wait_for(lambda: layout().name_link("default").is_symlink())

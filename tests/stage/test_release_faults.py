@@ -29,6 +29,7 @@ from tuneserve.release.supervisor import GATEWAY, server_program
 
 
 def test_a_taken_port_is_found_before_anything_is_started(house: House) -> None:
+    """E04."""
     code = f"import socket,time; s=socket.create_server(('127.0.0.1',{house.port})); time.sleep(60)"
     stranger = subprocess.Popen([sys.executable, "-c", code])
     try:
@@ -50,6 +51,7 @@ def _listens(port: int) -> bool:
 
 
 def test_a_killed_api_process_ends_its_group_and_comes_back(house: House) -> None:
+    """E03."""
     made = release(house.request(behaviour={"engine": True, "token_seconds": 0.2}))["release"]
     program = server_program(made)
     session = keeper()._session(program)
@@ -164,7 +166,7 @@ def test_server_logs_are_rotated(house: House, monkeypatch: pytest.MonkeyPatch) 
 def test_memory_of_a_process_that_is_ending_is_waited_for(
     house: House, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The driver's tool is a script here; the process that holds the memory is a real one."""
+    """E07: the driver's tool is a script here; the process that holds the memory is a real one."""
     caplog.set_level("INFO")
     holder = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     tool = house.folder / "tools" / "nvidia-smi"

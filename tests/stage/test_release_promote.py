@@ -9,10 +9,12 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 import release_stub as stub
@@ -65,27 +67,26 @@ def test_promote_then_roll_back_without_losing_a_request(house: House) -> None:
     first = release(house.request("a", behaviour={"token_seconds": 0.02}))["release"]
     failures, seen, stop = [], set(), threading.Event()
 
-    def client(stream: bool) -> None:
-        with httpx.Client(timeout=60) as session:
-            while not stop.is_set():
-                body = {
-                    "model": "default",
-                    "messages": [{"role": "user", "content": "hi"}],
-                    "max_tokens": 5,
-                    "stream": stream,
-                }
-                try:
-                    answer = session.post(f"{house.url}/v1/chat/completions", json=body)
-                    said = _answer(answer, stream)
-                except (httpx.HTTPError, ValueError, KeyError) as error:
-                    failures.append(repr(error))
-                    continue
-                releases = set(said.split())
-                if releases != {answer.headers["x-tuneserve-release"]} or len(said.split()) != 5:
-                    failures.append(said)
-                seen.update(releases)
+    def client(ask: Callable[[dict[str, Any]], tuple[str, str]], stream: bool) -> None:
+        body = {
+            "model": "default",
+            "messages": [{"role": "user", "content": "hi"}],
+            "max_tokens": 5,
+            "stream": stream,
+        }
+        while not stop.is_set():
+            try:
+                by, said = ask(body)
+            except (openai.OpenAIError, httpx.HTTPError, ValueError, KeyError) as error:
+                failures.append(repr(error))
+                continue
+            releases = set(said.split())
+            if releases != {by} or len(said.split()) != 5:
+                failures.append(said)
+            seen.update(releases)
 
-    clients = [threading.Thread(target=client, args=(i % 2 == 0,)) for i in range(8)]
+    ways = [_ask_by_openai(house), _ask_by_httpx(house)]
+    clients = [threading.Thread(target=client, args=(ways[i % 2], i % 4 < 2)) for i in range(8)]
     for thread in clients:
         thread.start()
     try:
@@ -103,6 +104,33 @@ def test_promote_then_roll_back_without_losing_a_request(house: House) -> None:
     assert names.active == first
     assert [item["release"] for item in names.history] == [first, second, first, second]
     wait_for(lambda: not keeper().members(server_program(second)))
+
+
+def _ask_by_openai(house: House) -> Callable[[dict[str, Any]], tuple[str, str]]:
+    client = openai.OpenAI(base_url=f"{house.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+    def ask(body: dict[str, Any]) -> tuple[str, str]:
+        answer = client.chat.completions.with_raw_response.create(**body)
+        parsed: Any = answer.parse()
+        by = str(answer.headers["x-tuneserve-release"])
+        if not body["stream"]:
+            assert parsed.choices[0].finish_reason == "stop"
+            return by, str(parsed.choices[0].message.content)
+        choices = [chunk.choices[0] for chunk in parsed]
+        assert choices[-1].finish_reason == "stop"
+        return by, "".join(choice.delta.content for choice in choices)
+
+    return ask
+
+
+def _ask_by_httpx(house: House) -> Callable[[dict[str, Any]], tuple[str, str]]:
+    client = httpx.Client(timeout=60)
+
+    def ask(body: dict[str, Any]) -> tuple[str, str]:
+        answer = client.post(f"{house.url}/v1/chat/completions", json=body)
+        return answer.headers["x-tuneserve-release"], _answer(answer, bool(body["stream"]))
+
+    return ask
 
 
 def _answer(answer: httpx.Response, stream: bool) -> str:
@@ -211,6 +239,7 @@ def test_a_refused_first_candidate_leaves_nothing(house: House) -> None:
 
 
 def test_a_server_that_hangs_is_not_ready(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """E05: /health is 200 all the time."""
     from tuneserve.release import ready
 
     monkeypatch.setattr(ready.check_answers, "__kwdefaults__", {"timeout_seconds": 1.0})
@@ -266,9 +295,38 @@ def test_two_names_share_the_gateway(house: House) -> None:
     assert house.chat().headers["x-tuneserve-release"] == other["release"]
 
 
-def test_release_without_a_dataset_says_what_is_skipped(
+def test_the_served_name_is_the_one_that_was_asked_for(house: House) -> None:
+    """E06: never the model's folder, however that is written."""
+    model = stub.make_model(house.folder / "support")
+    serve = house.request("support").serve
+    run = parse_run(
+        {
+            "name": "plain",
+            "model": {"base": "somewhere"},
+            "data": {"train": ["nothing"]},
+            "engines": {"serve": {"python": house.python}},
+        }
+    )
+    made = control.release_model_dir(Path(f"{model}/"), serve=serve, run=run)
+    assert made["model"] == "default"
+    launch = layout().conf / "programs" / f"{server_program(made['release'])}.json"
+    command = json.loads(launch.read_text())["command"]
+    assert command[command.index("--served-model-name") + 1] == "default"
+    assert command[command.index("--model") + 1] == str(model)  # without the slash
+    client = openai.OpenAI(base_url=made["endpoint"], api_key="none", max_retries=0)
+    assert [each.id for each in client.models.list()] == [made["model"]]
+    ask = [sys.executable, "-m", "tuneserve", "ask", "hi", "--json"]
+    asked = json.loads(subprocess.run(ask, capture_output=True, check=True).stdout)
+    assert (asked["model"], asked["finish_reason"]) == ("default", "stop")
+    name = [sys.executable, "-m", "tuneserve", "release", str(model), "--name", f"{model}/"]
+    refused = subprocess.run(name, capture_output=True, text=True, check=False)
+    assert refused.returncode == 2 and "name" in refused.stderr
+
+
+def test_release_without_a_dataset_says_what_is_skipped_and_what_ran(
     house: House, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     model = stub.make_model(house.folder / "model")
     run = parse_run(
         {
@@ -282,6 +340,9 @@ def test_release_without_a_dataset_says_what_is_skipped(
     made = control.release_model_dir(model, name="plain", run=run)
     assert made["model"] == "plain"
     assert "parity with the trained ids: no dataset was given" in caplog.text
+    assert (
+        "proofs that ran: its own process names the model; one greedy answer (ended" in caplog.text
+    )
     assert "skipped: loss of the served model" in made["report"]
 
 

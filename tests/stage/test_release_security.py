@@ -108,8 +108,33 @@ def test_health_needs_no_key_and_takes_nothing_in(guarded: House) -> None:
     # While requests are held, it says so instead of being held.
     promote.Servers(layout(), Keeper(layout())).hold("default")
     started = time.monotonic()
-    assert httpx.get(url, timeout=30).status_code == 502
+    answer = httpx.get(url, timeout=30)
     assert time.monotonic() - started < 5
+    assert answer.status_code == 503
+    assert answer.json()["error"]["message"].startswith("no model server answers; send")
+    assert "`tuneserve status`" in answer.json()["error"]["message"]
+
+
+def test_the_gateways_own_answers_name_the_release_that_the_path_leads_to(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DOOR_API_KEY", KEY)
+    first = release(house.request("a", api_key_env="DOOR_API_KEY"))["release"]
+    other = release(house.request("b", name="other", api_key_env="DOOR_API_KEY"))["release"]
+
+    def refused(path: str, status: int) -> str | None:
+        answer = httpx.post(f"{house.url}{path}/chat/completions", json=BODY)
+        assert answer.status_code == status and answer.json()["error"]["code"] == status
+        return answer.headers.get("x-tuneserve-release")
+
+    assert refused("/v1", 401) == first
+    assert refused("/other/v1", 401) == other
+    assert refused("/nobody/v1", 401) is None
+    assert refused("/metrics", 404) == first
+    assert post(house, path="/nobody/v1").status_code == 404
+    promote.Servers(layout(), Keeper(layout())).hold("other")
+    answer = httpx.get(f"{house.url}/other/health", timeout=30)
+    assert (answer.status_code, answer.headers["x-tuneserve-release"]) == (503, "none")
 
 
 def test_a_client_that_sends_slowly_is_given_up(
@@ -133,9 +158,13 @@ def test_a_client_that_sends_slowly_is_given_up(
     assert control.status()["names"]["default"]["requests_total"] == before  # no server saw it
 
 
-def test_keys_are_nowhere_but_in_their_file(guarded: House) -> None:
-    house = guarded
-    post(house)
+@pytest.mark.parametrize("variable", ["DOOR_API_KEY", "LLM_KEY"])
+def test_keys_are_nowhere_but_in_their_file(
+    house: House, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, KEY)
+    release(house.request(host="0.0.0.0", api_key_env=variable))
+    assert post(house).status_code == 200
     httpx.post(f"{house.url}/v1/chat/completions?api_key={KEY}", json=BODY)
     places = layout()
     assert places.keys.stat().st_mode & 0o777 == 0o600

@@ -12,7 +12,7 @@ import pytest
 
 from tuneserve.config import GatesSection, ServeSection
 from tuneserve.errors import InputError, ModelError, OutOfMemory, RunFileError
-from tuneserve.release import vllm_command
+from tuneserve.release import keys, state, vllm_command
 from tuneserve.release.capacity import (
     CPU_PROCESSES_BYTES,
     Capacity,
@@ -22,8 +22,9 @@ from tuneserve.release.capacity import (
     wait_for_room,
 )
 from tuneserve.release.heldout import Row
+from tuneserve.release.hold import expected_seconds
 from tuneserve.release.layout import choose_sockets_folder, layout, point
-from tuneserve.release.model_files import read_model
+from tuneserve.release.model_files import read_model, write_generation
 from tuneserve.release.request import ReleaseRequest, check_tools
 from tuneserve.release.supervisor import clean_environment
 
@@ -65,7 +66,43 @@ def test_model_facts(tmp_path: Path) -> None:
     assert facts.chat_template == tmp_path / "m/chat_template.jinja"
 
 
+def test_end_ids_that_the_server_would_not_find_are_written_for_it(tmp_path: Path) -> None:
+    folder = model(tmp_path / "m", eos_token_id=[2, 9], text_config=None)
+    facts = read_model(folder)
+    assert facts.stop_ids == (2, 7, 9)
+    release = tmp_path / "r0001"
+    assert write_generation(facts, release) == release
+    written = json.loads((release / "generation_config.json").read_text())
+    assert written == {"eos_token_id": [2, 7, 9], "temperature": 0.2}
+    room = Capacity(64, 1, 1, 0, "cpu")
+    arguments = vllm_command.serving_arguments(facts, ServeSection(), room, False, release)
+    assert arguments[arguments.index("--generation-config") + 1] == str(release)
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [2, 7]
+    # Without the file vLLM takes those of config.json; with all ids in it, those of the file.
+    (folder / "generation_config.json").unlink()
+    assert write_generation(read_model(folder), tmp_path / "r0002") is None
+    (folder / "generation_config.json").write_text('{"eos_token_id": [9, 2, 5]}')
+    assert write_generation(read_model(folder), tmp_path / "r0002") is None
+    (folder / "generation_config.json").write_text("{}")
+    assert read_model(folder).generation == {"eos_token_id": [2, 9]}
+    assert not (tmp_path / "r0002").exists()
+
+
+def test_vllm_reads_the_end_ids_that_were_written(tmp_path: Path) -> None:
+    """By the function whose result it takes a request's stop tokens from."""
+    config = pytest.importorskip("vllm.transformers_utils.config")
+
+    def stops(folder: Path | None) -> Any:
+        found = config.try_get_generation_config(str(folder), trust_remote_code=False)
+        return found.to_diff_dict()["eos_token_id"]
+
+    facts = read_model(model(tmp_path / "m", eos_token_id=9))
+    assert stops(facts.path) == [2, 7]  # vLLM does not look into config.json beside it
+    assert stops(write_generation(facts, tmp_path / "r")) == [2, 7, 9]
+
+
 def test_a_model_without_a_template_is_refused(tmp_path: Path) -> None:
+    """E02: every chat request would be refused by a server that says it is healthy."""
     folder = model(tmp_path / "m")
     (folder / "chat_template.jinja").unlink()
     with pytest.raises(ModelError, match="no chat template"):
@@ -87,7 +124,8 @@ def test_pickles_and_remote_code_are_refused(tmp_path: Path) -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     facts = read_model(model(tmp_path / "m"))
-    serve = ServeSection(name="moss", temperature=0.0, drain_timeout_seconds=33)
+    sampling = {"top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1, "max_tokens": 256}
+    serve = ServeSection(name="moss", temperature=0.0, drain_timeout_seconds=33, **sampling)
     room = Capacity(2048, 512 * 2**20, 8, 0, "cpu")
     socket_path = Path("/run/ts/r/r0001-aa/s")
     built = vllm_command.build(
@@ -103,7 +141,15 @@ def test_the_command(tmp_path: Path) -> None:
     assert given["--shutdown-timeout"] == "33"
     assert given["--chat-template"] == str(facts.chat_template)
     assert given["--load-format"] == "safetensors"
-    assert json.loads(given["--override-generation-config"]) == {"temperature": 0.0}
+    assert given["--generation-config"] == str(facts.path)  # sampling and end ids
+    overrides = {
+        "temperature": 0.0,
+        "top_k": 20,
+        "min_p": 0.05,
+        "repetition_penalty": 1.1,
+        "max_new_tokens": 256,
+    }
+    assert json.loads(given["--override-generation-config"]) == overrides
     assert "--enforce-eager" in built.arguments
     assert "--quantization" not in built.arguments  # read from the checkpoint, never contradicted
     assert not {"--tool-call-parser", "--enable-auto-tool-choice"} & set(built.arguments)
@@ -117,7 +163,8 @@ def test_the_command(tmp_path: Path) -> None:
     bound = vllm_command.environment("r", room, 8, {"VLLM_CPU_OMP_THREADS_BIND": "0-3"})
     assert "OMP_NUM_THREADS" not in bound and "VLLM_CPU_OMP_THREADS_BIND" not in bound
     assert vllm_command.environment("r", room, 8, {})["OMP_NUM_THREADS"] == "7"
-    assert vllm_command.sampling_defaults(facts, serve) == {"temperature": 0.0}
+    assert vllm_command.sampling_defaults(facts, serve) == overrides
+    assert vllm_command.sampling_defaults(facts, ServeSection()) == {"temperature": 0.2}
 
 
 def test_a_server_of_several_gpus(tmp_path: Path) -> None:
@@ -158,6 +205,7 @@ def test_a_candidate_asks_for_no_more_of_a_gpu_than_it_needs(tmp_path: Path) -> 
 
 
 def test_tool_flags_come_together_and_gpu_compiles(tmp_path: Path) -> None:
+    """E08: one flag without the other makes every request with tools fail."""
     facts = read_model(model(tmp_path / "m"))
     serve = ServeSection(tool_parser="hermes")
     arguments = vllm_command.serving_arguments(facts, serve, Capacity(64, 1, 1, 0, "gpu"), True)
@@ -181,6 +229,7 @@ def test_a_socket_path_over_the_kernels_limit_is_refused(tmp_path: Path) -> None
 
 
 def test_data_with_tools_needs_a_parser() -> None:
+    """E08."""
     row = Row([1], [-100], "t.jsonl:4", [{"role": "user", "content": "x"}], [{"type": "function"}])
     with pytest.raises(RunFileError, match=r"t.jsonl:4 has tools"):
         check_tools([row], ServeSection())
@@ -208,6 +257,7 @@ def test_capacity_has_room_for_the_chats_asked_for(tmp_path: Path) -> None:
 
 
 def test_too_long_a_context_says_what_fits(tmp_path: Path) -> None:
+    """E01."""
     facts = read_model(model(tmp_path / "m", max_position_embeddings=200_000))
     with pytest.raises(OutOfMemory) as caught:
         plan_capacity(facts, ServeSection(max_model_len=100_000), {}, cpu(3.0))
@@ -221,7 +271,21 @@ def test_too_long_a_context_says_what_fits(tmp_path: Path) -> None:
         )
 
 
+def test_where_no_length_fits_no_length_is_advised(tmp_path: Path) -> None:
+    """E01: 2 x 4000 layers x 64 heads x 128 numbers x 2 bytes are 125 MiB a token."""
+    wide = {"num_attention_heads": 64, "num_key_value_heads": 64, "hidden_size": 8192}
+    facts = read_model(model(tmp_path / "m", num_hidden_layers=4000, **wide))
+    with pytest.raises(OutOfMemory, match="one chat of 2048 tokens needs 265.6 GiB") as caught:
+        plan_capacity(facts, ServeSection(), {}, cpu(20))
+    assert caught.value.details["fits_tokens"] == 0
+    assert caught.value.hint == (
+        "free memory, or serve a smaller model; no serve.max_model_len is short enough"
+    )
+    assert caught.value.expected == "265.6 GiB of room"
+
+
 def test_memory_held_by_a_dying_process_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    """E07."""
     caplog.set_level("INFO")
     need = Capacity(64, 1, 1, 10 * GIB, "gpu")
     held = FreeMemory("gpu", 2 * GIB, 80 * GIB, ("process 7 (python): 70 GiB",))
@@ -286,13 +350,38 @@ def test_a_link_is_never_missing(tmp_path: Path) -> None:
 def test_the_key_follows_what_answers_and_not_where(tmp_path: Path) -> None:
     folder = model(tmp_path / "m")
     key = ReleaseRequest(folder, serve=ServeSection(port=1000)).key
-    assert ReleaseRequest(folder, serve=ServeSection(port=2000, rollout="hold")).key == key
+    elsewhere = ServeSection(port=2000, rollout="hold", hold_seconds=7)
+    assert ReleaseRequest(folder, serve=elsewhere).key == key
+    assert ReleaseRequest(folder, serve=ServeSection(top_k=3)).key != key
     assert ReleaseRequest(folder, serve=ServeSection(temperature=0.5)).key != key
     assert ReleaseRequest(folder, gates=GatesSection(must_beat_base=False)).key != key
     (folder / "model.safetensors").write_bytes(b"\1" * 1000)
     assert ReleaseRequest(folder, serve=ServeSection(port=1000)).key != key
 
 
-def test_daemons_get_no_secrets() -> None:
+def test_daemons_get_no_secrets(tmp_path: Path) -> None:
+    places = layout(tmp_path)
+    left = {"PATH": "/bin", "TUNESERVE_RUN_ROOT": str(tmp_path)}
     given = {"PATH": "/bin", "MY_API_KEY": "x", "HF_TOKEN": "y", "DB_PASSWORD": "z"}
-    assert clean_environment(given, Path("/r")) == {"PATH": "/bin", "TUNESERVE_RUN_ROOT": "/r"}
+    assert clean_environment(given, places) == left
+    key = keys.add_key(places.keys, "LLM_KEY")
+    named = {"LLM_KEY": "a newer one", "DOOR": key, "HEADER": f"Authorization: Bearer {key}"}
+    assert clean_environment({**given, **named}, places) == left
+
+
+def test_requests_are_held_as_long_as_a_switch_may_take() -> None:
+    assert ServeSection().longest_hold_seconds == 120 + 900
+    serve = ServeSection(drain_timeout_seconds=0, ready_timeout_seconds=1800)
+    assert serve.longest_hold_seconds == 1800
+    assert ServeSection(hold_seconds=60).longest_hold_seconds == 60
+
+
+def test_how_long_a_switch_will_take_is_what_the_last_one_took() -> None:
+    known = state.State()
+    first, second, third = (known.add("moss", f"{n}" * 8, "/m", "") for n in range(3))
+    assert expected_seconds(known, "moss") == 0.0
+    first.seconds_to_ready, second.seconds_to_ready, second.seconds_held = 40.0, 50.0, 70.0
+    known.names["moss"] = state.Name(active=first.id)
+    assert expected_seconds(known, "moss") == 40.0
+    known.names["moss"] = state.Name(active=third.id, history=[{"release": second.id}])
+    assert expected_seconds(known, "moss") == 70.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -86,6 +87,38 @@ def test_keys_are_random_named_and_revocable(tmp_path: Path) -> None:
         keys.read_keys(path)
 
 
+_ADD_MANY = """
+import sys
+from pathlib import Path
+from tuneserve.release import keys
+path, name = Path(sys.argv[1]), sys.argv[2]
+keys.add_key(path, f"{name}-gone")
+print("ready", flush=True)
+sys.stdin.readline()
+for number in range(50):
+    keys.add_key(path, f"{name}{number}")
+keys.revoke_key(path, f"{name}-gone")
+"""
+
+
+def test_keys_added_and_revoked_by_two_processes_at_once_are_all_kept(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    pipe = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    both = []
+    for name in "ab":
+        command = [sys.executable, "-c", _ADD_MANY, str(path), name]
+        both.append(subprocess.Popen(command, text=True, **pipe))
+        assert both[-1].stdout is not None and both[-1].stdout.readline() == "ready\n"
+    for process in both:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    for process in both:
+        process.communicate(timeout=60)
+        assert process.returncode == 0
+    assert set(keys.read_keys(path)) == {f"{name}{n}" for name in "ab" for n in range(50)}
+
+
 @pytest.mark.parametrize(
     "bad", ["short", "with space in it ok", "x" * 300, "line\nbreak-abcdefghij"]
 )
@@ -117,6 +150,19 @@ def test_gateway_configuration_keeps_its_promises(tmp_path: Path) -> None:
     assert "'try_duration': '300s'" in text
 
 
+def test_the_ports_of_a_process_are_those_it_listens_on() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as four,
+        socket.create_server(("::1", 0), family=socket.AF_INET6) as six,
+        socket.create_connection(four.getsockname()[:2]),
+    ):
+        wanted = {four.getsockname()[1], six.getsockname()[1]}
+        assert wanted <= address.ports_of([os.getpid()])
+        assert not wanted & address.ports_of([os.getppid(), 2**22 - 1])
+        assert address.port_holder(four.getsockname()[1]).startswith(f"process {os.getpid()} (")
+    assert not wanted & address.ports_of([os.getpid()])
+
+
 def test_a_public_name_needs_the_port_of_plain_http_too(monkeypatch: pytest.MonkeyPatch) -> None:
     keys_there = {"alice": "x"}
     with socket.create_server(("", 0)) as taken, socket.create_server(("", 0)) as other:
@@ -126,5 +172,5 @@ def test_a_public_name_needs_the_port_of_plain_http_too(monkeypatch: pytest.Monk
         public = address.listen_for("llm.example.org", free, keys_there, hold_seconds=1)
         with pytest.raises(PortTaken, match=f"llm.example.org:{taken.getsockname()[1]} is taken"):
             address.check_port(public)
-        address.check_port(public, but=public)  # our own gateway has them
+        address.check_port(public, but=public.ports)  # our own gateway has them
         address.check_port(address.listen_for("127.0.0.1", free, {}, hold_seconds=1))

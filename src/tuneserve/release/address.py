@@ -9,7 +9,7 @@ import os
 import re
 import socket
 import ssl
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -228,19 +228,19 @@ def _shake_hands(server_context: ssl.SSLContext, client_context: ssl.SSLContext,
                 left.remove(side)
 
 
-def check_port(listen: Listen, *, but: Listen | None = None) -> None:
+def check_port(listen: Listen, *, but: Collection[int] = ()) -> None:
     """Bind the address once, before anything expensive is done.
 
     Args:
         listen: What is to be bound.
-        but: What our own gateway has bound already.
+        but: Ports that our own gateway has bound already.
 
     Raises:
         PortTaken: Somebody listens there; says who, where that can be seen.
         RunFileError: The address is not one of this machine.
     """
     for port in listen.ports:
-        if but is None or port not in but.ports:
+        if port not in but:
             _bind_once(listen, port)
 
 
@@ -275,21 +275,13 @@ def _bind_once(listen: Listen, port: int) -> None:
 def port_holder(port: int) -> str:
     """Who listens on a TCP port, as ``process 12 (python)``; empty when that cannot be seen
     (proc(5))."""
-    inodes = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        try:
-            lines = Path(table).read_text("ascii").splitlines()[1:]
-        except OSError:
-            continue
-        for line in lines:
-            fields = line.split()
-            if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
-                inodes.add(f"socket:[{fields[9]}]")
-    for entry in Path("/proc").iterdir() if inodes else ():
+    if port not in (listening := _listening()).values():
+        return ""
+    for entry in Path("/proc").iterdir():
         if not re.fullmatch(r"\d+", entry.name):
             continue
         try:
-            if any(os.readlink(link) in inodes for link in (entry / "fd").iterdir()):
+            if any(listening.get(os.readlink(link)) == port for link in (entry / "fd").iterdir()):
                 name = (entry / "comm").read_text("utf-8", "replace").strip()
                 return f"process {entry.name} ({name})"
         except OSError:
@@ -297,8 +289,36 @@ def port_holder(port: int) -> str:
     return ""
 
 
+def ports_of(pids: Iterable[int]) -> frozenset[int]:
+    """The TCP ports that these processes listen on (proc(5))."""
+    listening, found = _listening(), set()
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has just ended
+            for link in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    found.add(listening.get(os.readlink(link), 0))
+    return frozenset(found - {0})
+
+
+def _listening() -> dict[str, int]:
+    """Ports of all listening TCP sockets, by what a descriptor of one is a link to."""
+    found = {}
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        try:
+            lines = Path(table).read_text("ascii").splitlines()[1:]
+        except OSError:
+            continue
+        for fields in map(str.split, lines):
+            if fields[3] == "0A":
+                found[f"socket:[{fields[9]}]"] = int(fields[1].rpartition(":")[2], 16)
+    return found
+
+
 def answers(listen: Listen) -> bool:
-    """Whether the gateway answers: a path that it knows nothing of must give its own 404."""
+    """Whether a gateway answers: a path that it knows nothing of must give its own 404.
+
+    The gateway of another run root answers alike: `ports_of` says whose it is.
+    """
     here = listen.base_url.partition("://")[2].rpartition(":")[0].strip("[]")
     if listen.bind_host == "":  # its name may lead elsewhere from here
         here = "127.0.0.1"

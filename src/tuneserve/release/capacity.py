@@ -33,6 +33,7 @@ LARGE_GPU_WORKSPACE_BYTES = int(3.75 * 2**30)
 _LARGE_GPU_BYTES = 70 * 2**30
 _KV_SHARE_OF_FREE = 0.4
 _SHORTEST_KV_BYTES = 64 * 2**20
+_SHORTEST_LEN = 16  # serve.max_model_len takes no less
 
 
 @dataclass(frozen=True)
@@ -104,14 +105,17 @@ def plan_capacity(
         room = max(0, int((free.free_bytes - fixed) * _KV_SHARE_OF_FREE))
         budget = max(min(one_chat * serve.max_concurrent_chats, room), _SHORTEST_KV_BYTES)
     if one_chat > budget:
-        fits = longest_that_fits(facts, budget, BLOCK_TOKENS) - BLOCK_TOKENS
+        fits = max(0, longest_that_fits(facts, budget, BLOCK_TOKENS) - BLOCK_TOKENS)
+        hint = "free memory, or serve a smaller model; no serve.max_model_len is short enough"
+        if fits >= _SHORTEST_LEN:
+            hint = f"set serve.max_model_len to {fits} or less, or free memory"
         raise OutOfMemory(
             f"one chat of {length} tokens needs {human_bytes(one_chat)} of KV cache, and there is "
             "room for "
             f"{human_bytes(budget)}",
-            expected=f"at most {max(fits, 0)} tokens",
-            hint=f"set serve.max_model_len to {max(fits, 0)} or less, or free memory",
-            details={"needed_bytes": one_chat, "room_bytes": budget, "fits_tokens": max(fits, 0)},
+            expected=f"at most {fits} tokens" if fits else f"{human_bytes(one_chat)} of room",
+            hint=hint,
+            details={"needed_bytes": one_chat, "room_bytes": budget, "fits_tokens": fits},
         )
     return Capacity(
         length,
@@ -143,7 +147,11 @@ def _of_one_gpu(facts: ModelFacts, gpus: int, device: str) -> ModelFacts:
     if device == "cpu":
         found = [f"serve.tensor_parallel: {gpus} needs as many GPUs, and there is none"]
     if found:
-        raise RunFileError("\n  ".join(found), hint="change serve.tensor_parallel")
+        raise RunFileError(
+            "\n  ".join(found),
+            expected="heads, KV heads and 4-bit groups that divide by it",
+            hint="change serve.tensor_parallel",
+        )
     share = key_value_share(gpus, facts.shape.key_value_heads)
     return replace(
         facts,
@@ -174,6 +182,7 @@ def check_room(capacity: Capacity, free: FreeMemory, *, rollout: str, beside: st
         f"the server needs about {human_bytes(capacity.needed_bytes)} and "
         f"{human_bytes(free.free_bytes)} of "
         f"{human_bytes(free.total_bytes)} {free.device.upper()} memory are free{holders}",
+        expected="room for weights, KV cache and workspace",
         hint=hint,
         details={"needed_bytes": capacity.needed_bytes, "free_bytes": free.free_bytes},
     )
@@ -250,6 +259,7 @@ def _gpu_memory(gpus: int) -> FreeMemory | None:
     if len(cards) < gpus:
         raise ResourceError(
             f"serve.tensor_parallel: {gpus}, and this machine shows {len(cards)} GPUs",
+            expected="as many GPUs as it names",
             hint="lower serve.tensor_parallel",
         )
     fullest = min(cards[:gpus], key=lambda card: card.free_bytes)

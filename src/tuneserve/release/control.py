@@ -12,7 +12,7 @@ from typing import Any
 from tuneserve.config import GatesSection, RunFile, ServeSection
 from tuneserve.errors import DeviceBusy, InputError, ServerError, TuneserveError
 from tuneserve.places import run_root
-from tuneserve.release import keys, mend, promote, state, traffic
+from tuneserve.release import entrance, keys, mend, promote, state, traffic
 from tuneserve.release.address import Listen
 from tuneserve.release.capacity import device_memory_bytes
 from tuneserve.release.gateway import root_certificate
@@ -102,9 +102,9 @@ def status() -> dict[str, Any]:
             "requests_per_second": rates.get(name, 0.0),
             "endpoint": f"{listen.base_url}{prefix}/v1" if listen else None,
         }
-    up = gateway is not None and gateway.up
+    ours = listen is not None and entrance.listens(servers.keeper, listen)
     return {
-        "endpoint": f"{listen.base_url}/v1" if listen and up else None,
+        "endpoint": f"{listen.base_url}/v1" if listen and ours else None,
         "gateway": gateway.state.lower() if gateway else "down",
         "default": known.default,
         "keys": sorted(keys.read_keys(places.keys)),
@@ -162,6 +162,10 @@ def _mend_interrupted(servers: promote.Servers) -> dict[str, str]:
     busy: dict[str, str] = {}
     if not servers.keeper.running():
         return busy
+    try:
+        entrance.mend(servers.places, servers.keeper)
+    except TuneserveError as error:  # a stranger has the port, or the certificate has expired
+        log.warning("%s", error)
     for name in mend.out_of_order(servers):
         try:
             with state.lock_name(servers.places, name, "mending"):

@@ -1,6 +1,8 @@
 """The gateway's process: started, and restarted when it should listen otherwise.
 
-A gateway that works is not lost to settings it cannot start with: the former ones are put back.
+Whether it works is what its own process listens on and answers, not what supervisord says of it: a
+gateway that is started again and again because a stranger has its port counts as up there. A
+gateway that works is not lost to settings it cannot start with: the former ones are put back.
 """
 
 from __future__ import annotations
@@ -11,12 +13,13 @@ import json
 import logging
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from tuneserve.artifacts import write_json_atomic
 from tuneserve.errors import RunFileError, ServerError, TuneserveError
 from tuneserve.release import gateway, state
-from tuneserve.release.address import Listen, answers, check_port
+from tuneserve.release.address import Listen, answers, check_port, ports_of
 from tuneserve.release.layout import Layout
 from tuneserve.release.supervisor import GATEWAY, Keeper, Program, tail
 
@@ -25,9 +28,12 @@ log = logging.getLogger(__name__)
 _START_SECONDS = 15.0
 
 
-def check(places: Layout, keeper: Keeper, listen: Listen, name: str) -> None:
+def check(places: Layout, keeper: Keeper, listen: Listen, name: str) -> Listen:
     """Before anything is loaded for `name`: the ports must be ours or free, and what other names
     are reached by must stay as it is.
+
+    Returns:
+        `listen`, which holds requests at least as long as before while there are other names.
 
     Raises:
         RunFileError: Other names would be reached at another address, or no longer by HTTPS, or
@@ -49,7 +55,10 @@ def check(places: Layout, keeper: Keeper, listen: Listen, name: str) -> None:
             "name of one machine",
             hint=f"use those; or another TUNESERVE_HOME; or `tuneserve down {others[0]}` first",
         )
-    check_port(listen, but=former if _is_up(keeper) else None)
+    check_port(listen, but=_held(keeper))
+    if former and others:
+        return replace(listen, hold_seconds=max(listen.hold_seconds, former.hold_seconds))
+    return listen
 
 
 def ensure(places: Layout, keeper: Keeper, listen: Listen) -> None:
@@ -61,25 +70,47 @@ def ensure(places: Layout, keeper: Keeper, listen: Listen) -> None:
     """
     keeper.ensure_running()
     with _alone(places):
-        up = _is_up(keeper)
-        known = state.read(places).gateway
-        if up and known == listen.to_json():
+        _ensure(places, keeper, listen)
+
+
+def mend(places: Layout, keeper: Keeper) -> None:
+    """Start the gateway where something is served and it does not listen as the state says: a
+    command was killed while it changed that, or the gateway was ended.
+
+    Raises:
+        TuneserveError: See `ensure`.
+    """
+    with _alone(places):
+        known = state.read(places)
+        served = any(each.active and each.wanted == "up" for each in known.names.values())
+        if not (served and known.gateway and keeper.running()):
             return
-        former = Listen(**known) if up and known else None
-        check_port(listen, but=former)
-        config = places.conf / "gateway.json"
-        before = json.loads(config.read_text("utf-8")) if former else None
-        try:
-            _start(places, keeper, gateway.caddy_config(places, listen))
-            _wait(places, keeper, listen)
-        except BaseException as error:
-            if former is not None:
-                _put_back(places, keeper, before, former, wait=isinstance(error, Exception))
-            else:
-                keeper.remove(GATEWAY)
-            raise
-        with state.change(places) as changed:
-            changed.gateway = listen.to_json()
+        listen = Listen(**known.gateway)
+        if not listens(keeper, listen):
+            log.warning("the gateway does not listen at %s: starting it", listen.described)
+            _ensure(places, keeper, listen.as_files_are())
+
+
+def _ensure(places: Layout, keeper: Keeper, listen: Listen) -> None:
+    known = state.read(places).gateway
+    former = Listen(**known) if known else None
+    works = former is not None and _works(keeper, former)
+    before, content = _written(places), gateway.caddy_config(places, listen)
+    # Both are compared: a command may have been killed between writing one and the other.
+    if works and former == listen and before == content:
+        return
+    check_port(listen, but=_held(keeper))
+    try:
+        _start(places, keeper, content)
+        _wait(places, keeper, listen)
+    except BaseException as error:
+        if works and former is not None and before is not None:
+            _put_back(places, keeper, before, former, wait=isinstance(error, Exception))
+        else:
+            keeper.remove(GATEWAY)
+        raise
+    with state.change(places) as changed:
+        changed.gateway = listen.to_json()
 
 
 @contextlib.contextmanager
@@ -90,9 +121,26 @@ def _alone(places: Layout) -> Iterator[None]:
         yield
 
 
-def _is_up(keeper: Keeper) -> bool:
-    info = keeper.info(GATEWAY)
-    return info is not None and info.up
+def listens(keeper: Keeper, listen: Listen) -> bool:
+    """Whether it is our own gateway that has the ports."""
+    return _held(keeper).issuperset(listen.ports)
+
+
+def _held(keeper: Keeper) -> frozenset[int]:
+    """The ports that our own gateway listens on now."""
+    return ports_of(keeper.members(GATEWAY))
+
+
+def _works(keeper: Keeper, listen: Listen) -> bool:
+    """Whether it is our own gateway that answers there."""
+    return listens(keeper, listen) and answers(listen)
+
+
+def _written(places: Layout) -> Any:
+    """The configuration that the gateway was last started with; None: there is none."""
+    with contextlib.suppress(FileNotFoundError):
+        return json.loads((places.conf / "gateway.json").read_text("utf-8"))
+    return None
 
 
 def _start(places: Layout, keeper: Keeper, content: Any) -> None:
@@ -105,6 +153,7 @@ def _start(places: Layout, keeper: Keeper, content: Any) -> None:
         [gateway.caddy_binary(), "run", "--config", str(config)],
         {"XDG_DATA_HOME": home, "XDG_CONFIG_HOME": home, "HOME": home},
         places.logs / "gateway-start.log",
+        drain_seconds=gateway.GRACE_SECONDS + 5.0,
     )
     keeper.put(program)
     keeper.start(GATEWAY)
@@ -116,7 +165,7 @@ def _wait(places: Layout, keeper: Keeper, listen: Listen) -> None:
         info = keeper.info(GATEWAY)
         if info is None or info.state not in ("STARTING", "RUNNING"):
             break
-        if answers(listen):
+        if _works(keeper, listen):
             return
         time.sleep(0.05)
     lines = tail(places.logs / "gateway.log", 1)

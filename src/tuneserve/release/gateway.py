@@ -25,6 +25,8 @@ MAX_HEADER_BYTES = 32 * 2**10
 _CLIENT_HEAD_SECONDS = 10
 _CLIENT_SEND_SECONDS = 60  # a whole request, headers and body
 _IDLE_SECONDS = 300
+GRACE_SECONDS = 20
+"""How long answers under way may take when the gateway itself is ended."""
 # Segments begin with a letter or digit and hold no percent sign: no dot segments, no encoded
 # slashes, no
 # empty segments. What is compared is the request line as it came, before anybody normalizes it.
@@ -32,14 +34,13 @@ _API_PATH = r"^(?:/([a-z0-9][a-z0-9-]{0,31}))?/v1(?:/[A-Za-z0-9][A-Za-z0-9_.:-]*
 _HEALTH_PATH = r"^(?:/([a-z0-9][a-z0-9-]{0,31}))?/health$"
 # Nobody shows a key for /health: it holds no memory and no connection of the gateway for long.
 _HEALTH = {"load_balancing": {"try_duration": "1s", "try_interval": "50ms"}, "request_buffers": 2}
+_STATUS = "{http.error.status_code}"
 _NO_BODY = {"handler": "request_body", "max_size": 1}
 
 
 def caddy_config(places: Layout, listen: Listen) -> dict[str, Any]:
     """The whole configuration."""
-    release = {"handler": "headers", "response": _release_header(places)}
     routes: list[dict[str, Any]] = [
-        {"handle": [release]},
         {
             "match": [{**_matches("uri", _HEALTH_PATH), "method": ["GET", "HEAD"]}],
             "handle": [_NO_BODY, *_to_server(places, _HEALTH)],
@@ -55,21 +56,22 @@ def caddy_config(places: Layout, listen: Listen) -> dict[str, Any]:
                 *_to_server(places, _of_requests(listen)),
             ],
         },
-        {"handle": [_refusal(404, "there is nothing here; the API is below /v1")]},
+        {"handle": _refusal(places, 404, "there is nothing here; the API is below /v1")},
     ]
     server: dict[str, Any] = {
         "listen": [listen.bind_address],
         "routes": routes,
-        "errors": {"routes": _error_routes(release)},
+        "errors": {"routes": _error_routes(places)},
         "max_header_bytes": MAX_HEADER_BYTES,
         "read_timeout": f"{_CLIENT_SEND_SECONDS}s",
         "read_header_timeout": f"{_CLIENT_HEAD_SECONDS}s",
         "idle_timeout": f"{_IDLE_SECONDS}s",
         "logs": {"default_logger_name": "access"},
     }
-    apps: dict[str, Any] = {"http": {"servers": {"gateway": server}, "grace_period": "10s"}}
+    grace = f"{GRACE_SECONDS}s"
+    apps: dict[str, Any] = {"http": {"servers": {"gateway": server}, "grace_period": grace}}
     if listen.tls:
-        apps |= _use_tls(server, listen)
+        apps |= _use_tls(server, places, listen)
     else:
         server["automatic_https"] = {"disable": True}
     return {
@@ -90,12 +92,12 @@ def root_certificate(places: Layout) -> Path:
     return _storage(places) / "pki" / "authorities" / "local" / "root.crt"
 
 
-def _use_tls(server: dict[str, Any], listen: Listen) -> dict[str, Any]:
+def _use_tls(server: dict[str, Any], places: Layout, listen: Listen) -> dict[str, Any]:
     """Change a server to HTTPS for its host alone; returns the applications that it needs."""
     routes = server["routes"]
     server["routes"] = [
         {"match": [{"host": [listen.host]}], "handle": [_subroute(routes)], "terminal": True},
-        {"handle": [_refusal(421, "this server answers under another host name")]},
+        {"handle": _refusal(places, 421, "this server answers under another host name")},
     ]
     server["protocols"] = ["h1", "h2"]  # not h3: one TCP port, nothing on UDP
     if listen.tls == "public":
@@ -123,16 +125,6 @@ def _subroute(routes: list[dict[str, Any]]) -> dict[str, Any]:
     return {"handler": "subroute", "routes": list(routes)}
 
 
-def _release_header(places: Layout) -> dict[str, Any]:
-    """Answers of the gateway itself name the current release; a server's own answer keeps what
-    it says."""
-    return {
-        "deferred": True,
-        "require": {"headers": {RELEASE_HEADER: None}},
-        "set": {RELEASE_HEADER: [f"{{file.{places.default_link}/id}}"]},
-    }
-
-
 def _key_check(places: Layout) -> dict[str, Any]:
     # `ph` is how Caddy itself reads a placeholder in an expression; the short form takes no path.
     expression = (
@@ -152,7 +144,7 @@ def _key_check(places: Layout) -> dict[str, Any]:
                         "handler": "headers",
                         "response": {"set": {"WWW-Authenticate": ["Bearer"]}},
                     },
-                    _refusal(401, "a valid API key is needed: Authorization: Bearer KEY"),
+                    *_refusal(places, 401, "a valid API key is needed: Authorization: Bearer KEY"),
                 ],
                 "terminal": True,
             }
@@ -180,7 +172,7 @@ def _to_server(places: Layout, options: dict[str, Any]) -> list[dict[str, Any]]:
                     ],
                     "terminal": True,
                 },
-                {"handle": [_refusal(404, "nothing is served under this name")]},
+                {"handle": _refusal(places, 404, "nothing is served under this name")},
             ]
         )
     ]
@@ -209,31 +201,59 @@ def _proxy(socket_path: Path, options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _refusal(status: int, message: str) -> dict[str, Any]:
-    """An error in the form of OpenAI's API, which clients know how to show."""
+def _refusal(places: Layout, status: int | str, message: str) -> list[dict[str, Any]]:
+    """An error in the form of OpenAI's API, which clients know how to show.
+
+    A server's own answers name their release themselves. These name the one that is current under
+    the path's name, by a template: no placeholder takes the name of another one.
+    """
     body = {"error": {"message": message, "type": "gateway_error", "param": None, "code": status}}
-    return {
-        "handler": "static_response",
-        "status_code": str(status),
-        "headers": {"Content-Type": ["application/json"]},
-        "body": json.dumps(body),
-    }
+    return [
+        {
+            "handler": "templates",
+            "file_root": str(places.sockets),
+            "mime_types": ["application/json"],
+        },
+        {
+            "handler": "static_response",
+            "status_code": str(status),
+            "headers": {"Content-Type": ["application/json"]},
+            "body": _NAME_RELEASE + json.dumps(body),
+        },
+    ]
 
 
-def _error_routes(release: dict[str, Any]) -> list[dict[str, Any]]:
-    known = {
+_NAME_RELEASE = (
+    '{{$name := placeholder "http.regexp.uri.1"}}'
+    '{{$file := print (and $name "n/") (or $name "default") "/id"}}'
+    "{{if fileExists $file}}"
+    f'{{{{.RespHeader.Set "{RELEASE_HEADER}" (readFile $file)}}}}'
+    "{{end}}"
+)
+
+
+def _error_routes(places: Layout) -> list[dict[str, Any]]:
+    again = "send the request again, or see `tuneserve status`"
+    # Caddy has 502 both for a server that it does not reach while it holds a request and for one
+    # that ends in the middle; only the first fails in Go's net.Dial, whose errors begin so.
+    unreached = {"vars_regexp": {"{http.error.message}": {"pattern": "^dial "}}}
+    texts = {
         413: f"the request body is larger than {MAX_BODY_BYTES // 2**20} MiB",
-        502: "the model server ended while it was answering; send the request again",
-        503: "no model server answers; see `tuneserve status`",
-        504: "the model server did not answer in time",
+        502: f"the model server ended while it was answering; {again}",
+        504: f"the model server did not answer in time; {again}",
     }
-    routes: list[dict[str, Any]] = [{"handle": [release]}]
-    for status, message in known.items():
-        match = [{"vars": {"{http.error.status_code}": [str(status)]}}]
-        routes.append({"match": match, "handle": [_refusal(status, message)], "terminal": True})
-    other = _refusal(500, "the gateway could not handle this request")
-    other["status_code"] = "{http.error.status_code}"
-    routes.append({"handle": [other]})
+    matches: list[tuple[dict[str, Any], int, str]] = [
+        (unreached, 503, f"no model server answers; {again}")
+    ]
+    matches += [
+        ({"vars": {_STATUS: [str(status)]}}, status, text) for status, text in texts.items()
+    ]
+    routes: list[dict[str, Any]] = [
+        {"match": [match], "handle": _refusal(places, status, text), "terminal": True}
+        for match, status, text in matches
+    ]
+    other = "the gateway could not handle this request"
+    routes.append({"handle": _refusal(places, _STATUS, other)})
     return routes
 
 

@@ -8,7 +8,7 @@ import time
 from types import FrameType
 
 from tuneserve.errors import DeviceBusy, TuneserveError
-from tuneserve.release import control, mend, promote, state
+from tuneserve.release import control, entrance, mend, promote, state
 from tuneserve.release.address import Listen
 from tuneserve.release.layout import Layout, layout
 from tuneserve.release.supervisor import GATEWAY, Keeper
@@ -116,12 +116,12 @@ def _look(servers: promote.Servers, *, every: bool) -> list[TuneserveError]:
 
 
 def _look_at_gateway(servers: promote.Servers) -> None:
-    info = servers.keeper.info(GATEWAY)
     if not _wanted(servers.places):
         return
     listen = Listen(**state.read(servers.places).gateway)
-    if not (info and info.up) or listen.is_renewed():
+    if listen.is_renewed():
         servers.ensure_gateway(listen.as_files_are())
+    entrance.mend(servers.places, servers.keeper)
 
 
 def _wanted(places: Layout) -> list[str]:

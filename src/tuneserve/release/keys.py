@@ -7,9 +7,12 @@ once and stops working at once, without a restart, and no configuration holds it
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import re
 import secrets
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tuneserve.errors import InputError
@@ -27,7 +30,6 @@ def read_keys(path: Path) -> dict[str, str]:
     """
     try:
         mode = path.stat().st_mode
-        lines = path.read_text(encoding="ascii").splitlines()
     except FileNotFoundError:
         return {}
     if mode & 0o077:
@@ -36,6 +38,27 @@ def read_keys(path: Path) -> dict[str, str]:
             expected="mode 600, because it holds API keys",
             hint=f"chmod 600 {path}, and replace the keys: others could read them",
         )
+    return _read(path)
+
+
+def without_keys(path: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment without the variables that hold a key of the file, or are called like one.
+
+    `serve.api_key_env` may name any variable, and a key is called after the one that it came from.
+    """
+    known = _read(path)
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in known and not any(key in value for key in known.values())
+    }
+
+
+def _read(path: Path) -> dict[str, str]:
+    try:
+        lines = path.read_text(encoding="ascii").splitlines()
+    except FileNotFoundError:
+        return {}
     names = [line[2:].split(" ")[0] for line in lines if line.startswith("# ")]
     keys = [line.removeprefix("Bearer ") for line in lines if line.startswith("Bearer ")]
     return dict(zip(names, keys, strict=True))
@@ -58,7 +81,8 @@ def add_key(path: Path, name: str, key: str | None = None) -> str:
             expected="16 to 256 printable ASCII characters without spaces",
             hint='make one with: python -c "import secrets; print(secrets.token_urlsafe(32))"',
         )
-    _write(path, {**read_keys(path), name: key})
+    with _alone(path):
+        _write(path, {**read_keys(path), name: key})
     return key
 
 
@@ -68,15 +92,24 @@ def revoke_key(path: Path, name: str) -> None:
     Raises:
         InputError: There is no such key.
     """
-    keys = read_keys(path)
-    if name not in keys:
-        raise InputError(
-            f"there is no key named {name!r}",
-            expected=f"one of: {', '.join(sorted(keys)) or 'none'}",
-            hint="list the keys first",
-        )
-    del keys[name]
-    _write(path, keys)
+    with _alone(path):
+        keys = read_keys(path)
+        if name not in keys:
+            raise InputError(
+                f"there is no key named {name!r}",
+                expected=f"one of: {', '.join(sorted(keys)) or 'none'}",
+                hint="list the keys first",
+            )
+        del keys[name]
+        _write(path, keys)
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Nobody else changes the file between our reading and writing it."""
+    with path.with_name(f".{path.name}.lock").open("a") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
 
 
 def _write(path: Path, keys: dict[str, str]) -> None:

@@ -2,7 +2,8 @@
 accepts.
 
 ROOT/releases.json          what is serving, and what served before
-ROOT/releases/ID/           launch.json, server.log, gates.md, README.md, report.json of one release
+ROOT/releases/ID/           server.log, gates.md, README.md, report.json of one release, and
+                            generation_config.json where the model's lacks end ids
 ROOT/logs/                  supervisord, gateway and access log
 ROOT/conf/                  supervisord.conf, one .ini per process, gateway.json
 ROOT/keys                   API keys, mode 0600

@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tuneserve.artifacts import write_json_atomic
 from tuneserve.errors import ModelError
 from tuneserve.parallel import ServedShape
 
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 # Written by pickle: loading one runs whatever code it holds.
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,8 @@ class ModelFacts:
         kv_bytes_per_token: Keys and values of one token over all layers.
         max_positions: Longest sequence the model was made for; None when it does not say.
         stop_ids: Ids that end an answer.
+        generation: generation_config.json where it lacks some of `stop_ids`, with all of them;
+            None where the server finds them by itself.
         chat_template: The template file to give to the server; None when it is in
             tokenizer_config.json.
         has_template: Whether there is a chat template at all.
@@ -45,6 +49,7 @@ class ModelFacts:
     sampling: dict[str, float] = field(default_factory=dict)
     quantization: str | None = None
     shape: ServedShape = ServedShape(0, 0, 0, 0, 0)
+    generation: dict[str, Any] | None = None
 
 
 def read_model(path: Path, *, trust_remote_code: bool = False) -> ModelFacts:
@@ -67,7 +72,9 @@ def read_model(path: Path, *, trust_remote_code: bool = False) -> ModelFacts:
     weights = sorted(path.glob("*.safetensors"))
     if not weights:
         raise ModelError(
-            f"{path}: there is no *.safetensors file", hint="export the model as safetensors"
+            f"{path}: there is no *.safetensors file",
+            expected="a model's weights as safetensors",
+            hint="export the model as safetensors",
         )
     template = path / "chat_template.jinja"
     has_template = template.is_file() or bool(tokenizer.get("chat_template"))
@@ -80,21 +87,21 @@ def read_model(path: Path, *, trust_remote_code: bool = False) -> ModelFacts:
         )
     text = config.get("text_config") or config
     quantization = config.get("quantization_config") or {}
+    stop_ids = _ids(config, text, generation)
+    # vLLM reads the end ids of config.json only where there is no generation_config.json.
+    lacking = (path / "generation_config.json").is_file() and set(_ids(generation)) < set(stop_ids)
     return ModelFacts(
         path=path,
         weights_bytes=sum(file.stat().st_size for file in weights),
         kv_bytes_per_token=_kv_bytes(text),
         max_positions=text.get("max_position_embeddings"),
-        stop_ids=_stop_ids(config, generation),
+        stop_ids=stop_ids,
         chat_template=template if template.is_file() else None,
         has_template=has_template,
-        sampling={
-            name: generation[name]
-            for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-            if generation.get(name) is not None
-        },
+        sampling={name: generation[name] for name in _SAMPLING if generation.get(name) is not None},
         quantization=quantization.get("quant_method"),
         shape=ServedShape.from_config(config),
+        generation={**generation, "eos_token_id": list(stop_ids)} if lacking else None,
     )
 
 
@@ -105,7 +112,9 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"{path}: cannot be read ({error})", hint="mend or copy it again"
+            f"{path}: cannot be read ({error})",
+            expected="a file that this user may read, of valid JSON",
+            hint="mend or copy it again",
         ) from error
     if not isinstance(data, dict):
         raise ModelError(f"{path}: holds {type(data).__name__}", expected="a JSON object")
@@ -142,12 +151,22 @@ def _kv_bytes(config: dict[str, Any]) -> int:
     return 2 * layers * kv_heads * int(size) * min(2, _DTYPE_BYTES.get(dtype, 2))
 
 
-def _stop_ids(config: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:
+def _ids(*configs: dict[str, Any]) -> tuple[int, ...]:
+    """The end ids that any of these name."""
     found: set[int] = set()
-    for value in (config.get("eos_token_id"), generation.get("eos_token_id")):
+    for value in (config.get("eos_token_id") for config in configs):
         values = value if isinstance(value, list) else [value]
         found.update(v for v in values if isinstance(v, int))
     return tuple(sorted(found))
+
+
+def write_generation(facts: ModelFacts, folder: Path) -> Path | None:
+    """Write `facts.generation`, where there is one, into `folder`, and return that."""
+    if facts.generation is None:
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json_atomic(folder / "generation_config.json", facts.generation)
+    return folder
 
 
 def longest_that_fits(facts: ModelFacts, kv_bytes: int, block_tokens: int) -> int:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tuneserve.errors import InputError, ServerError, TuneserveError
-from tuneserve.release import entrance, state
+from tuneserve.release import entrance, hold, state
 from tuneserve.release.address import Listen
 from tuneserve.release.layout import Layout, current_release, point
 from tuneserve.release.ready import Child, check_chat, healthy, wait_until_up
@@ -218,7 +218,7 @@ def replace_while_held(
     """
     places = servers.places
     champion = state.read(places).names.get(release.name, state.Name()).active
-    with promoting(servers, release):
+    with promoting(servers, release), hold.watched(places, release):
         try:
             if champion:
                 servers.hold(release.name)

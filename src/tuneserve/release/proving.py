@@ -21,7 +21,7 @@ from tuneserve.release.gate_report import write_report
 from tuneserve.release.gates import Gate, GateReport
 from tuneserve.release.heldout import Row, spread
 from tuneserve.release.judging import Measured, Subject, judge_candidate, rows_to_score
-from tuneserve.release.model_files import ModelFacts
+from tuneserve.release.model_files import ModelFacts, write_generation
 from tuneserve.release.parity import check_parity
 from tuneserve.release.ready import SHORT_CHAT, check_answers, prompts_of, wait_until_up
 from tuneserve.release.request import ReleaseRequest
@@ -62,6 +62,7 @@ def prove(servers: promote.Servers, candidate: Candidate) -> None:
         trust_remote_code=request.trust_remote_code,
         cores=len(os.sched_getaffinity(0)),
         given=os.environ,
+        generation=write_generation(candidate.facts, places.release_folder(record.id)),
     )
     defaults = vllm_command.sampling_defaults(candidate.facts, serve)
     shown = ", ".join(f"{key} {value}" for key, value in defaults.items()) or "vLLM's own"
@@ -100,6 +101,9 @@ def prove(servers: promote.Servers, candidate: Candidate) -> None:
     child.check()
     record.memory_bytes = servers.keeper.memory_bytes(server_program(record.id))
     record.report = {**report.to_json(), "parity": parity}
+    ran = [f"{name} ({found})" for name, found in facts.items()]
+    ran += [f"{gate.name} ({gate.decision})" for gate in report.gates]
+    log.info("proofs that ran: %s", "; ".join(["its own process names the model", *ran]))
     for reason in report.skipped:
         log.warning("skipped: %s", reason)
     folder = _write_report(servers, candidate, report, measured, command.arguments)
@@ -115,9 +119,11 @@ def prove(servers: promote.Servers, candidate: Candidate) -> None:
 
 def _answer_tokens(candidate: Candidate) -> int:
     """Room for an answer: twice the longest known one, at least 64, at most 512 and what the
-    server takes."""
+    server takes and gives."""
     longest = max((len(row.ids) - row.answer_start for row in candidate.rows), default=64)
-    return min(max(64, 2 * longest), 512, candidate.room.max_model_len // 2)
+    given = vllm_command.sampling_defaults(candidate.facts, candidate.request.serve)
+    most = int(given.get("max_new_tokens", 512))
+    return min(max(64, 2 * longest), 512, candidate.room.max_model_len // 2, most)
 
 
 def measure_champion(servers: promote.Servers, candidate: Candidate, champion: str | None) -> None:
@@ -163,13 +169,13 @@ def _judge(
         candidate.side == "eval",
         request.evaluation,
         candidate.champion,
+        candidate.champion_unknown,
         _answer_tokens(candidate),
         candidate.room.max_model_len,
         alive,
     )
     report, measured = judge_candidate(subject, skipped, facts)
     report.rungs = _rungs(candidate, "refused" if report.refused else "passed")
-        candidate.champion_unknown,
     return report, measured
 
 

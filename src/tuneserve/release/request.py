@@ -29,6 +29,7 @@ _WHERE_AND_HOW = (
     "while_training",
     "ready_timeout_seconds",
     "drain_timeout_seconds",
+    "hold_seconds",
 )
 
 

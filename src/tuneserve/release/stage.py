@@ -29,7 +29,6 @@ from tuneserve.stages import StageContext
 
 log = logging.getLogger(__name__)
 
-HOLD_SECONDS = 300
 _MEMORY_WAIT_SECONDS = 60.0
 
 
@@ -58,9 +57,10 @@ def release(request: ReleaseRequest) -> dict[str, Any]:
     listen = _listen(request, places.keys)
     name = request.serve.name
     with state.lock_name(places, name, f"releasing {request.artifact or request.model.name}"):
-        entrance.check(places, servers.keeper, listen, name)
+        listen = entrance.check(places, servers.keeper, listen, name)
         try:
             record, reused = _release_locked(servers, request, facts, rows, side, listen)
+            servers.ensure_gateway(listen)  # loading took minutes: is the address still ours?
         except BaseException:
             _end_if_idle(servers)
             raise
@@ -136,7 +136,7 @@ def _listen(request: ReleaseRequest, keys_file: Path) -> address.Listen:
         serve.host,
         serve.port,
         known,
-        hold_seconds=HOLD_SECONDS,
+        hold_seconds=serve.longest_hold_seconds,
         tls=serve.tls,
         certificate=serve.tls_certificate,
         key=serve.tls_key,

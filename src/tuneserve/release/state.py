@@ -50,6 +50,7 @@ class Release:
         rollout: `serve.rollout` of the last release that asked for it; a rollback goes the same
             way.
         report: What the checks and gates measured.
+        seconds_held: How long requests waited at the last switch to it by `hold`; 0: never so.
     """
 
     id: str
@@ -63,6 +64,7 @@ class Release:
     created: str = field(default_factory=now)
     rollout: str = "blue_green"
     report: dict[str, Any] = field(default_factory=dict)
+    seconds_held: float = 0.0
 
 
 @dataclass
@@ -198,6 +200,7 @@ def lock_name(places: Layout, name: str, doing: str) -> Iterator[None]:
             stream.seek(0)
             raise DeviceBusy(
                 f"the served name {name!r} is held by {stream.read().strip() or 'another process'}",
+                expected="one change of a name at a time",
                 hint="wait until it has ended, or end it, then try again",
             ) from error
         stream.seek(0)

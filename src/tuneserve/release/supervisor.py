@@ -24,6 +24,7 @@ from typing import Any
 
 from tuneserve.artifacts import write_json_atomic
 from tuneserve.errors import ServerError
+from tuneserve.release.keys import without_keys
 from tuneserve.release.layout import Layout
 from tuneserve.release.sessions import (
     end_session,
@@ -120,7 +121,7 @@ class Keeper:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=clean_environment(os.environ, self.places.root),
+            env=clean_environment(os.environ, self.places),
             cwd=self.places.root,
             start_new_session=True,
             text=True,
@@ -309,11 +310,12 @@ class _NotRunning(ServerError):
     """supervisor.xmlrpc.Faults.NOT_RUNNING."""
 
 
-def clean_environment(environment: Mapping[str, str], root: Path) -> dict[str, str]:
-    """An environment for daemons: ours without anything that looks like a secret, and marked as
-    of `root`."""
-    kept = {name: value for name, value in environment.items() if not _SECRET.search(name)}
-    return {**kept, RUN_VARIABLE: str(root)}
+def clean_environment(environment: Mapping[str, str], places: Layout) -> dict[str, str]:
+    """An environment for daemons: ours without anything that looks like a secret or holds an API
+    key of ours, and marked as of this run root."""
+    ours = without_keys(places.keys, environment)
+    kept = {name: value for name, value in ours.items() if not _SECRET.search(name)}
+    return {**kept, RUN_VARIABLE: str(places.root)}
 
 
 def tail(path: Path, lines: int) -> str:

@@ -41,6 +41,7 @@ def build(
     trust_remote_code: bool = False,
     cores: int = 1,
     given: Mapping[str, str] | None = None,
+    generation: Path | None = None,
 ) -> ServerCommand:
     """The command and environment of one server.
 
@@ -54,6 +55,7 @@ def build(
         trust_remote_code: Allow code that comes with the model.
         cores: CPU cores that the server may use.
         given: The user's own environment; its choice of cores wins.
+        generation: Folder of the generation_config.json to take; None: the model's.
 
     Raises:
         RunFileError: The socket's path is longer than the kernel takes.
@@ -75,7 +77,7 @@ def build(
             "--shutdown-timeout",
             str(serve.drain_timeout_seconds),
             *_share(capacity),
-            *serving_arguments(facts, serve, capacity, trust_remote_code),
+            *serving_arguments(facts, serve, capacity, trust_remote_code, generation),
         ],
         environment(release, capacity, cores, given or {}),
     )
@@ -94,7 +96,11 @@ def _share(capacity: Capacity) -> list[str]:
 
 
 def serving_arguments(
-    facts: ModelFacts, serve: ServeSection, capacity: Capacity, trust_remote_code: bool
+    facts: ModelFacts,
+    serve: ServeSection,
+    capacity: Capacity,
+    trust_remote_code: bool,
+    generation: Path | None = None,
 ) -> list[str]:
     """The part of the command that decides answers: it goes into the release's key."""
     arguments = [
@@ -111,7 +117,7 @@ def serving_arguments(
         "--load-format",
         "safetensors",  # never falls back to a pickle
         "--generation-config",
-        str(facts.path),
+        str(generation or facts.path),
         "--middleware",
         _MIDDLEWARE,
         "--disable-fastapi-docs",
@@ -134,8 +140,16 @@ def serving_arguments(
 
 
 def sampling_overrides(serve: ServeSection) -> dict[str, float]:
-    """Sampling defaults that the run file sets over the model's own."""
-    wanted = {"temperature": serve.temperature, "top_p": serve.top_p}
+    """Sampling defaults that the run file sets over the model's own, by their names in
+    generation_config.json."""
+    wanted = {
+        "temperature": serve.temperature,
+        "top_p": serve.top_p,
+        "top_k": serve.top_k,
+        "min_p": serve.min_p,
+        "repetition_penalty": serve.repetition_penalty,
+        "max_new_tokens": serve.max_tokens,
+    }
     return {name: value for name, value in wanted.items() if value is not None}
 
 
