@@ -175,6 +175,12 @@ def _mend_interrupted(servers: promote.Servers) -> dict[str, str]:
     return busy
 
 
+def _nothing_yet() -> InputError:
+    return InputError(
+        "nothing was released yet", expected="a release", hint="tuneserve run RUN.yaml"
+    )
+
+
 def up() -> dict[str, Any]:
     """Start everything that was serving, after a restart of the machine or a killed keeper.
 
@@ -189,7 +195,7 @@ def up() -> dict[str, Any]:
     servers = promote.Servers(places, Keeper(places))
     known = state.read(places)
     if not known.gateway or not any(entry.active for entry in known.names.values()):
-        raise InputError("nothing was released yet", hint="tuneserve run RUN.yaml")
+        raise _nothing_yet()
     failed: list[TuneserveError] = []
     with _all_names(servers, "starting everything"):
         servers.keeper.ensure_running()
@@ -299,12 +305,13 @@ def rollback(name: str | None = None, *, keep_warm: bool = False) -> dict[str, A
     known = state.read(places)
     name = name or known.default
     if name is None:
-        raise InputError("nothing was released yet", hint="tuneserve run RUN.yaml")
+        raise _nothing_yet()
     entry = known.name(name)
     earlier = [item["release"] for item in entry.history if item["release"] != entry.active]
     if not earlier:
         raise InputError(
             f"{name} has no release before {entry.active}",
+            expected="an earlier release to go back to",
             hint="`tuneserve status` shows the history",
         )
     return promote_release(earlier[-1], keep_warm=keep_warm)
@@ -375,12 +382,14 @@ def log_files(which: str | None = None) -> list[Path]:
         return [latest_log(which)]
     name = which or known.default
     if name is None:
-        raise InputError("nothing was released yet", hint="tuneserve run RUN.yaml")
+        raise _nothing_yet()
     if name in known.names:
         active = known.names[name].active
         if active is None:
             raise InputError(
-                f"{name} has no release", hint="`tuneserve status` shows what there is"
+                f"{name} has no release",
+                expected="a name that something was released under",
+                hint="`tuneserve status` shows what there is",
             )
         return [places.server_log(active)]
     return [places.server_log(known.release(name).id)]

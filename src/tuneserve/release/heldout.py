@@ -58,7 +58,9 @@ def read_rows(dataset: Path, *, most: int | None = None) -> tuple[list[Row], str
         if table.num_rows:
             rows = _join(table.slice(0, most).to_pylist(), dataset / f"{side}_messages.jsonl")
             return rows, side
-    raise DataError(f"{dataset}: it has no rows", hint="run validate again")
+    raise DataError(
+        f"{dataset}: it has no rows", expected="held-out rows", hint="run validate again"
+    )
 
 
 def _join(table: list[dict[str, Any]], messages_path: Path) -> list[Row]:
@@ -84,7 +86,9 @@ def _join(table: list[dict[str, Any]], messages_path: Path) -> list[Row]:
             )
     if len(rows) != len(table):
         raise DataError(
-            f"{messages_path}: {len(rows)} chats for {len(table)} rows", hint="run validate again"
+            f"{messages_path}: {len(rows)} chats for {len(table)} rows",
+            expected="a chat for every row",
+            hint="run validate again",
         )
     return rows
 

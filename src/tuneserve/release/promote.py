@@ -265,11 +265,13 @@ def start_again(servers: Servers, release: state.Release, ready_seconds: float) 
     if not (Path(release.model) / "config.json").is_file():
         raise InputError(
             f"the model of {release.id} is gone: {release.model}",
+            expected="the folder that was released",
             hint="make it again, or promote another release",
         )
     if info is None:
         raise InputError(
             f"release {release.id} was cleaned up; {_KEPT_RELEASES} are kept for each name",
+            expected="a release that is kept",
             hint=f"release it again: tuneserve release {release.model}",
         )
     if not info.up:

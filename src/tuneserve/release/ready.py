@@ -134,7 +134,7 @@ def _check_names(answer: Answer, model: str) -> None:
         raise ServerError(
             f"the server serves {', '.join(map(str, names)) or 'nothing'}",
             expected=f"the model name {model!r}",
-            hint="this is a fault of the release command; report it",
+            hint="report it on the project's issue tracker on GitHub: the release command is wrong",
         )
 
 
