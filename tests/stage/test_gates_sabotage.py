@@ -192,6 +192,16 @@ def refusals(report: GateReport) -> set[str]:
     return {gate.name for gate in report.refused}
 
 
+def shuffled(chats: Sequence[Any]) -> list[list[dict[str, str]]]:
+    """The same answers, each at another question."""
+    answers = [m["content"] for chat in chats for m in chat if m["role"] == "assistant"]
+    random.Random(0).shuffle(answers)
+    return [
+        [{**m, "content": answers.pop()} if m["role"] == "assistant" else m for m in chat]
+        for chat in chats
+    ]
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_honest_retrains_pass(house: House, honest: Tuned, seed: int) -> None:
     tuned = house.tune(seed, house.rows(house.dataset))
@@ -269,17 +279,36 @@ def test_a_template_changed_after_training_is_refused(house: House, honest: Tune
 
 
 def test_training_on_shuffled_answers_is_refused(house: House, honest: Tuned) -> None:
-    answers = [m["content"] for chat in house.chats for m in chat if m["role"] == "assistant"]
-    random.Random(0).shuffle(answers)
-    chats = [
-        [{**m, "content": answers.pop()} if m["role"] == "assistant" else m for m in chat]
-        for chat in house.chats
-    ]
+    chats = shuffled(house.chats)
     wrong = write_dataset(house.new(), house.base, chats, chats[:1])
     tuned = house.tune(3, house.rows(wrong))
     report = house.judge(tuned, export(house.load(tuned.merged)), canaries=CANARIES)
     assert "not worse than the champion" in refusals(report)
     assert {"canary 'What colour is the lamp?'", "canary 'sum'"} & refusals(report)
+
+
+def test_shuffled_answers_held_out_as_well_are_refused_by_what_you_know(
+    house: House, honest: Tuned
+) -> None:
+    """The first release of a name, and a file whose answers all stand at the wrong question: every
+    loss agrees with it. Only what does not come from that file can tell."""
+    wrong = write_dataset(
+        house.new(), house.base, shuffled(house.chats), shuffled(repainted(24, seed=6))
+    )
+    tuned = house.tune(3, house.rows(wrong))
+    champion, house.champion = house.champion, None
+    try:
+        report = house.judge(
+            tuned, export(house.load(tuned.merged)), dataset=wrong, canaries=CANARIES
+        )
+    finally:
+        house.champion = champion
+    canaries = {"canary 'What colour is the lamp?'", "canary 'sum'"}
+    assert refusals(report) & canaries
+    assert not refusals(report) - canaries, refusals(report)
+    # A held-out file of its own, in data.eval, is beside what serves now.
+    compared = house.judge(tuned, export(house.load(tuned.merged)))
+    assert "not worse than the champion" in refusals(compared)
 
 
 @pytest.mark.parametrize("supervised", [True, False])
