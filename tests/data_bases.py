@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from safetensors.numpy import save_file
 from tokenizers import (
     Regex,
@@ -176,6 +177,7 @@ def make_worker(
             variables=template.variables,
             vocab_rows=engine.vocab_rows,
             frames=frozenset(facts.frames.around),
+            opener=facts.frames.opener,
             **options,
         ),
         engine,
@@ -253,3 +255,27 @@ def write_jsonl(path: Path, rows: list[Any]) -> Path:
     """Rows as JSON Lines."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
+
+
+def load_tokenizer_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokenizer's child does its work in this process: importing transformers takes seconds."""
+    from tuneserve.data import prepare, tokenizer_child
+
+    class Here:
+        """Stands for the child process."""
+
+        returncode = 0
+
+        def __init__(self, command: list[str], **_: Any) -> None:
+            self.command = command
+
+        def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+            """Do the child's work here."""
+            asked = json.loads(Path(self.command[-2]).read_text())
+            Path(self.command[-1]).write_text(json.dumps(tokenizer_child.prepare(asked)))
+            return "", ""
+
+        def kill(self) -> None:
+            """Nothing runs."""
+
+    monkeypatch.setattr(prepare.subprocess, "Popen", Here)

@@ -36,26 +36,7 @@ def fast_tokenizer_child(monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtur
     """Importing transformers takes seconds: most tests load the tokenizer right here."""
     if request.node.name.startswith("test_real"):
         return
-    from tuneserve.data import prepare, tokenizer_child
-
-    class Here:
-        """Stands for the child process."""
-
-        returncode = 0
-
-        def __init__(self, command: list[str], **_: Any) -> None:
-            self.command = command
-
-        def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-            """Do the child's work here."""
-            asked = json.loads(Path(self.command[-2]).read_text())
-            Path(self.command[-1]).write_text(json.dumps(tokenizer_child.prepare(asked)))
-            return "", ""
-
-        def kill(self) -> None:
-            """Nothing runs."""
-
-    monkeypatch.setattr(prepare.subprocess, "Popen", Here)
+    bases.load_tokenizer_here(monkeypatch)
 
 
 def table(out: Path, side: str) -> list[dict[str, Any]]:
@@ -235,9 +216,9 @@ def test_a14_a15_split(tmp_path: Path, base: Path) -> None:
     shutil.rmtree(tmp_path / "out")
     shutil.rmtree(tmp_path / "work")
     rows = [bases.chat(f"q {i}", f"a {i}") for i in range(10)]
-    many = bases.write_jsonl(tmp_path / "many.jsonl", [*rows, bases.chat("q 3 ", "A 3")])
+    many = bases.write_jsonl(tmp_path / "many.jsonl", [*rows, bases.chat("q 3 ", "a 3\r\n")])
     held = bases.write_jsonl(
-        tmp_path / "held.jsonl", [bases.chat("new", "x"), bases.chat("q  5", "a 5")]
+        tmp_path / "held.jsonl", [bases.chat("new", "x"), bases.chat(" q 5", "a 5")]
     )
     with pytest.raises(DataError, match="eval_overlap: a held-out") as caught:
         run(bases.make_context(tmp_path, base, [many], eval=[str(held)]))

@@ -58,6 +58,10 @@ def read(path: Path) -> list[tuple[int, Any]]:
         (b'{"a": "\\ude00"}\n', [(1, ("lone_surrogate", 1, 8))]),
         (b'{"a": "\\ud83d\\ude00"}\n', [(1, {"a": "\U0001f600"})]),  # a valid pair survives
         (b'{"a": "\\\\ud83d"}\n', [(1, {"a": "\\ud83d"})]),  # an escaped backslash, no surrogate
+        (b'{"a": "\\\\ud83d\\ude00"}\n', [(1, ("lone_surrogate", 1, 15))]),  # it is no first half
+        (b'{"a": "\\ud83d\\\\ude00"}\n', [(1, ("lone_surrogate", 1, 8))]),
+        (b'{"a": "\\n\\ud83d\\ude00\\ude00"}\n', [(1, ("lone_surrogate", 1, 22))]),
+        (b'{"a": "\\ud83d\\ud83d\\ude00"}\n', [(1, ("lone_surrogate", 1, 8))]),
         (b'{"a": ' + b"[" * 200 + b"]" * 200 + b"}\n", [(1, ("too_deep", 1, 106))]),
         (b'{"a": ' + b"[" * 90000 + b"\n", [(1, ("too_deep", 1, 106))]),
         (b'{"a": 123456789012345678901234}\n', [(1, ("huge_integer", 1, 7))]),
@@ -197,6 +201,8 @@ def test_csv(tmp_path: Path) -> None:
     path.write_text('messages,tools\n"[{""role"": ""user""}]",\n"[{",\n')
     assert read(path)[0] == (2, {"messages": [{"role": "user"}], "tools": None})
     assert read(path)[1][1][0] == "bad_json"
+    path.write_text('instruction,output,history\nq,a,[]\nq,a,"[[""u"", ""v""]]"\nq,a,\n')
+    assert [row["history"] for _, row in read(path)] == [[], [["u", "v"]], None]
     path.write_bytes(b"a,a\n1,2\n")
     with pytest.raises(DataError, match="repeated name"):
         read(path)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tuneserve.data.codes import CODES, RowError
-from tuneserve.data.conversation import ControlTokens, check, digests
+from tuneserve.data.conversation import ControlTokens, check
 from tuneserve.data.formats import Conversation, convert, detect
 from tuneserve.data.lengthplot import drawable, font_families
 from tuneserve.data.prepare import check_context, stop_ids
@@ -109,6 +109,9 @@ def test_formats_become_the_same_messages() -> None:
         (turns(("user", "q"), ("assistant", None)), "empty_content"),
         (turns(("user", "q"), ("assistant", "\u200b\u200d\ufeff")), "empty_content"),
         (turns(("user", "\u00a0"), ("assistant", "a")), "empty_content"),
+        (turns(("user", "q"), ("assistant", "\x00\x1b\x7f\x9f")), "empty_content"),
+        (turns(("user", "q"), ("assistant", "\ufff9\ufffb\U000e0041\U000e007f")), "empty_content"),
+        (turns(("user", "q"), ("assistant", "\x1b[1mred\x1b[0m")), ""),
         (turns(("user", "q"), ("assistant", "None")), "null_literal"),
         (turns(("user", "q"), ("assistant", " null ")), "null_literal"),
         (turns(("user", "q"), ("assistant", "None of them.")), ""),
@@ -199,30 +202,6 @@ def test_weights() -> None:
     for weight in (0.5, "0", 2):
         row["messages"][1]["weight"] = weight
         assert code_of(row) == "bad_type"
-
-
-def test_a14_what_makes_two_conversations_the_same() -> None:
-    def digest(row: dict[str, Any]) -> tuple[bytes, bytes]:
-        return digests(convert(row, detect(row)))
-
-    one = digest(turns(("user", "What is it?"), ("assistant", "A lamp.")))
-    for other in (
-        turns(("user", "What  is it? "), ("assistant", "a LAMP.\n")),
-        {
-            "messages": [
-                {"content": "What is it?", "role": "user"},
-                {"content": "A lamp.", "role": "assistant"},
-            ]
-        },
-        {"completion": "A lamp.", "prompt": "What is it?"},
-    ):
-        assert digest(other) == one
-    assert digest(turns(("user", "caf\u00e9"), ("assistant", "x"))) == digest(
-        turns(("user", "cafe\u0301"), ("assistant", "x"))
-    )
-    another = digest(turns(("user", "What is it?"), ("assistant", "A fern.")))
-    assert another[0] != one[0] and another[1] == one[1]  # one prompt: one side
-    assert digest(turns(("user", "What is it"), ("assistant", "A lamp.")))[1] != one[1]
 
 
 def test_control_tokens() -> None:

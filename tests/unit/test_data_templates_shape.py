@@ -31,6 +31,7 @@ CODES = {
     "not_text_part",
     "control_token",
     "bad_tool_call",
+    "unanswered_call",
     "duplicate",
     "preference_pair",
     "placeholder",

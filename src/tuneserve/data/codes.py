@@ -61,6 +61,8 @@ CODES: dict[str, Code] = _table(
     ("empty_content", "reject", "A turn without visible text.", "fill or remove it"),
     ("null_literal", "reject", "An answer that is the word None, null or NaN.", "mend the export"),
     ("bad_tool_call", "reject", "A tool call that cannot be parsed.", "arguments are an object"),
+    ("unanswered_call", "reject", "A tool call without its result, or a result of no call.",
+     "give each call one result, with the call's id"),
     ("control_token", "reject", "A control token of the tokenizer inside the text.",
      "remove it, or set data.control_tokens: neutralize"),
     # rendering and tokens
@@ -90,6 +92,8 @@ CODES: dict[str, Code] = _table(
     ("length_outlier", "warning", "Far longer than the other rows.", "look at it"),
     ("unknown_tool", "warning", "A call of a tool that is not listed.", "list it in `tools`"),
     ("truncated", "warning", "Cut to data.max_length.", "raise data.max_length"),
+    ("answer_left_out", "warning", "An answer of a kept row is left out, mostly for its length.",
+     "raise data.max_length"),
     ("neutralized", "warning", "Control tokens in the text were defused.", "nothing to do"),
 )  # fmt: skip
 

@@ -14,18 +14,17 @@ from tuneserve.data.formats import Conversation
 _PLACEHOLDER = re.compile(r"\{\{\s*[\w.\- ]+\s*\}\}")
 # What broken exports write for "no value": str(None), JavaScript's null, pandas' NaN.
 _NULLS = {"None", "null", "NULL", "Null", "nan", "NaN"}
-# White space and characters without width: separators, joiners, directional marks, the BOM, the
-# soft hyphen.
-_UNSEEN = (
-    "\\s\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180e\u200b-\u200f\u202a-\u202e\u2060-\u206f"
-    "\u2800\u3164\ufe00-\ufe0f\ufeff\uffa0"
+# Characters without width: separators, joiners, directional marks, the BOM, the soft hyphen,
+# annotations, tags.
+_NO_WIDTH = (
+    "\u00ad\u034f\u061c\u180b-\u180e\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufe00-\ufe0f\ufeff"
+    "\ufff9-\ufffb\U000e0000-\U000e0fff"
 )
-_INVISIBLE = re.compile(f"[{_UNSEEN}]+")
+# Beside these nobody sees white space, control characters and letters that are blank.
+_UNSEEN = _NO_WIDTH + ("\\s\x00-\x08\x0b-\x1f\x7f-\x9f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0")
+_WITHOUT_WIDTH = re.compile(f"[{_NO_WIDTH}]+")
 _VISIBLE = re.compile(f"[^{_UNSEEN}]")
-# ASCII as `str.split` and `str.casefold` see it: capitals become small, white space one character.
-_ASCII_LOWER = bytes(32 if chr(byte).isspace() else byte for byte in range(128)).lower() + bytes(
-    range(128, 256)
-)
+BEGINNING_BYTES = 8
 _AFTER: dict[str, tuple[str, ...]] = {
     "": ("system", "user"),
     "system": ("user",),
@@ -174,20 +173,18 @@ def _defused(match: re.Match[str]) -> str:
     return f"{text[0]} {text[1:]}" if len(text) > 1 else f"({text})"
 
 
-def _squeezed(text: str) -> bytes:
-    """White space runs as one space, and no case; the ASCII way is `str.split`'s, but faster."""
-    if text.isascii():
-        plain = text.encode().translate(_ASCII_LOWER)
-        while b"  " in plain:
-            plain = plain.replace(b"  ", b" ")
-        return plain.strip(b" ")
-    text = unicodedata.normalize("NFC", " ".join(text.split()).casefold())
-    return " ".join(_INVISIBLE.sub(" ", text).split()).encode()
+def _plain(text: str) -> bytes:
+    """The text without outer white space, line ends of Windows, composition, what has no width."""
+    if not text.isascii():
+        text = unicodedata.normalize("NFC", _WITHOUT_WIDTH.sub("", text))
+    return text.strip().replace("\r\n", "\n").encode()
 
 
 def normalized(message: dict[str, Any]) -> bytes:
-    """A message's text without white space, case and key order, which make no difference."""
-    text = message["role"].encode() + b"\0" + _squeezed(message["content"] or "")
+    """What a message says, without what makes no difference to it."""
+    text = message["role"].encode() + b"\0" + _plain(message["content"] or "")
+    if "reasoning" in message:
+        text += b"\0" + _plain(message["reasoning"])
     for call in message.get("tool_calls", []):
         function = call["function"]
         arguments = json.dumps(json.loads(function["arguments"]), sort_keys=True)
@@ -195,16 +192,30 @@ def normalized(message: dict[str, Any]) -> bytes:
     return text
 
 
-def digests(conversation: Conversation) -> tuple[bytes, bytes]:
-    """Sixteen bytes for the conversation (equal: a duplicate) and eight for its group.
+def digests(conversation: Conversation) -> tuple[bytes, bytes, bytes]:
+    """What tells of equal conversations, and of those that begin alike.
 
-    The group is all but the last answer: rows of one prompt stay on one side of the split.
+    Returns:
+        Sixteen bytes for the conversation (equal: a duplicate), eight for its prompt, which is all
+        but the last answer, and `BEGINNING_BYTES` for it up to each of its other answers: the
+        first ones of a conversation's sixteen that ends there.
     """
+    tools = conversation.tools
+    listed = json.dumps(tools, sort_keys=True).encode() if tools else b""
     whole = blake2b(digest_size=16)
+    beginnings = []
     for message in conversation.messages[:-1]:
         whole.update(normalized(message) + b"\1")
-    group = whole.digest()[:8]
-    whole.update(normalized(conversation.messages[-1]))
-    if conversation.tools:
-        whole.update(json.dumps(conversation.tools, sort_keys=True).encode())
-    return whole.digest(), group
+        if message["role"] == "assistant":
+            beginnings.append(_digest(whole, listed)[:BEGINNING_BYTES])
+    prompt = whole.digest()[:8]
+    whole.update(normalized(conversation.messages[-1]) + b"\1")
+    return _digest(whole, listed), prompt, b"".join(beginnings)
+
+
+def _digest(messages: blake2b, listed: bytes) -> bytes:
+    if not listed:
+        return messages.digest()
+    with_tools = messages.copy()
+    with_tools.update(listed)
+    return with_tools.digest()

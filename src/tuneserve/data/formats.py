@@ -7,13 +7,13 @@ prompt/completion as TRL.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from tuneserve.data import toolcalls
 from tuneserve.data.codes import RowError
-from tuneserve.data.strictjson import parse_text
+from tuneserve.data.toolcalls import type_name
 
 ROLES = ("system", "user", "assistant", "tool")
 _ROLE_NAMES = {**{role: role for role in ROLES}, "developer": "system", "function": "tool"}
@@ -58,13 +58,26 @@ class Conversation:
 
 
 def detect(row: dict[str, Any]) -> str:
-    """The format of a row: a key of `CONVERTERS` or of `REFUSED`; empty when it is not known."""
+    """The format of a row: a key of `CONVERTERS` or of `REFUSED`; empty when it is not known.
+
+    Files of several sources have the columns of all, null where a row has another source's: what
+    a row holds goes before what it only names.
+    """
+    if None in row.values():
+        found = _by_keys({key: value for key, value in row.items() if value is not None})
+        if found:
+            return found
+    return _by_keys(row)
+
+
+def _by_keys(row: dict[str, Any]) -> str:
     if "chosen" in row and "rejected" in row:
         return "preference"
     for key in _TURN_KEYS:
         turns = row.get(key)
         if isinstance(turns, list):
-            keys = {k for turn in turns[:4] if isinstance(turn, dict) for k in turn}
+            first = [turn for turn in turns[:4] if isinstance(turn, dict)]
+            keys = {key for turn in first for key, value in turn.items() if value is not None}
             return "sharegpt" if "from" in keys and "role" not in keys else "messages"
     if "instruction" in row and ("output" in row or "response" in row):
         return "alpaca"
@@ -112,22 +125,19 @@ def _short(names: Iterable[str]) -> str:
     return text if len(text) < 80 else f"{text[:77]}..."
 
 
+def turns_key(row: dict[str, Any]) -> str | None:
+    """The key that holds the turns; one that is null only where no other does."""
+    named = [key for key in _TURN_KEYS if key in row]
+    return next((key for key in named if row[key] is not None), next(iter(named), None))
+
+
 def _turns(row: dict[str, Any]) -> tuple[str, list[Any]]:
-    for key in _TURN_KEYS:
-        if key in row:
-            turns = row[key]
-            if not isinstance(turns, list):
-                raise RowError("bad_type", f"{key} is {_type(turns)}, not a list", path=(key,))
-            return key, turns
-    raise AssertionError("checked by _fits")
-
-
-def _type(value: Any) -> str:
-    names: dict[type, str] = {
-        bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list",
-        dict: "an object", type(None): "null",
-    }  # fmt: skip
-    return names.get(type(value), type(value).__name__)
+    key = turns_key(row)
+    assert key is not None, "checked by _fits"
+    turns = row[key]
+    if not isinstance(turns, list):
+        raise RowError("bad_type", f"{key} is {type_name(turns)}, not a list", path=(key,))
+    return key, turns
 
 
 def _from_messages(row: dict[str, Any]) -> Conversation:
@@ -142,7 +152,7 @@ def _messages(
     for number, turn in enumerate(turns):
         here = (*path, number)
         if not isinstance(turn, dict):
-            raise RowError("bad_type", f"turn {number + 1} is {_type(turn)}", path=here)
+            raise RowError("bad_type", f"turn {number + 1} is {type_name(turn)}", path=here)
         role = _role(turn, "role", _ROLE_NAMES, number, here)
         message: dict[str, Any] = {"role": role}
         if len(turn) == 2 and isinstance(turn.get("content"), str):  # nearly all
@@ -152,17 +162,17 @@ def _messages(
             continue
         content = _content(turn.get("content"), number, (*here, "content"))
         calls = turn.get("tool_calls")
-        if calls is None and turn.get("function_call") is not None:
+        if not calls and turn.get("function_call") is not None:
             calls = [{"type": "function", "function": turn["function_call"]}]
         if role == "assistant" and calls:
             message["content"] = content or None
-            message["tool_calls"] = _tool_calls(calls, (*here, "tool_calls"))
+            message["tool_calls"] = toolcalls.read_calls(calls, (*here, "tool_calls"))
         else:
             message["content"] = content
         for name in ("name", "tool_call_id"):
             if isinstance(turn.get(name), str):
                 message[name] = turn[name]
-        reasoning = turn.get("reasoning", turn.get("reasoning_content"))
+        reasoning = turn.get("reasoning") or turn.get("reasoning_content")
         if role == "assistant" and isinstance(reasoning, str) and reasoning:
             message["reasoning"] = reasoning
         messages.append(message)
@@ -179,7 +189,7 @@ def _role(
 ) -> str:
     value = turn.get(key)
     if not isinstance(value, str):
-        problem = f"{key} is {_type(value)}" if key in turn else f"has no {key}"
+        problem = f"{key} is {type_name(value)}" if key in turn else f"has no {key}"
         raise RowError("bad_type", f"turn {number + 1}: {problem}", path=(*path, key))
     if value not in names:
         allowed = ", ".join(names)
@@ -192,15 +202,18 @@ def _content(value: Any, number: int, path: tuple[str | int, ...]) -> str | None
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list):
-        message = f"turn {number + 1}: content is {_type(value)}, not a string"
+        message = f"turn {number + 1}: content is {type_name(value)}, not a string"
         raise RowError("bad_type", message, path=path)
     texts = []
     for index, part in enumerate(value):
         if isinstance(part, str):
             texts.append(part)
             continue
-        kind = part.get("type", "text") if isinstance(part, dict) else _type(part)
-        text = part.get("text", part.get("value")) if isinstance(part, dict) else None
+        kind = type_name(part)
+        text = None
+        if isinstance(part, dict):
+            kind = part.get("type") or "text"
+            text = part.get("value") if part.get("text") is None else part["text"]
         if kind not in ("text", "input_text", "output_text") or not isinstance(text, str):
             message = f"turn {number + 1}: content part {index + 1} is {kind!r}, not text"
             raise RowError("not_text_part", message, path=(*path, index))
@@ -219,73 +232,17 @@ def _weight(turn: dict[str, Any], path: tuple[str | int, ...]) -> bool:
     return True
 
 
-def _tool_calls(calls: Any, path: tuple[str | int, ...]) -> list[dict[str, Any]]:
-    if not isinstance(calls, list):
-        raise RowError("bad_tool_call", f"tool_calls is {_type(calls)}", path=path)
-    return [_tool_call(call, (*path, i)) for i, call in enumerate(calls)]
-
-
-def _tool_call(call: Any, path: tuple[str | int, ...]) -> dict[str, Any]:
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or call.get("type", "function") not in ("function", None):
-        raise RowError("bad_tool_call", "a tool call is not a function call", path=path)
-    name, arguments = function.get("name"), function.get("arguments")
-    if not isinstance(name, str) or not name.strip():
-        raise RowError("bad_tool_call", "a tool call has no function name", path=path)
-    if arguments is None or arguments == "":
-        arguments = {}
-    if isinstance(arguments, str):
-        try:
-            arguments = parse_text(arguments)
-        except RowError as error:
-            message = f"the arguments of {name} are not JSON: {error.message}"
-            raise RowError("bad_tool_call", message, path=path) from error
-    if not isinstance(arguments, dict):
-        message = f"the arguments of {name} are {_type(arguments)}, not an object"
-        raise RowError("bad_tool_call", message, path=path)
-    made: dict[str, Any] = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
-    text = json.dumps(arguments, ensure_ascii=False)
-    return {**made, "type": "function", "function": {"name": name, "arguments": text}}
-
-
-def _tools(row: dict[str, Any]) -> list[dict[str, Any]] | None:
-    value = row.get("tools")
-    if isinstance(value, str):
-        if not value.strip():
-            return None
-        try:
-            value = parse_text(value)
-        except RowError as error:
-            message = f"tools is a string that is not JSON: {error.message}"
-            raise RowError("bad_tool_call", message, path=("tools",)) from error
-    if value is None or value == []:
-        return None
-    if not isinstance(value, list):
-        raise RowError("bad_tool_call", f"tools is {_type(value)}, not a list", path=("tools",))
-    tools = []
-    for index, tool in enumerate(value):
-        function = tool.get("function", tool) if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            message = f"tool {index + 1} has no function name"
-            raise RowError("bad_tool_call", message, path=("tools", index))
-        # The three fields and their order that vLLM's request model has, so that the rendering
-        # agrees.
-        known = {key: function.get(key) for key in ("name", "description", "parameters")}
-        tools.append({"type": "function", "function": known})
-    return tools
-
-
 def _from_sharegpt(row: dict[str, Any]) -> Conversation:
     key, turns = _turns(row)
     messages, trained = [], []
     for number, turn in enumerate(turns):
         here = (key, number)
         if not isinstance(turn, dict):
-            raise RowError("bad_type", f"turn {number + 1} is {_type(turn)}", path=here)
+            raise RowError("bad_type", f"turn {number + 1} is {type_name(turn)}", path=here)
         role = _role(turn, "from", _FROM_NAMES, number, here)
         value = _content(turn.get("value"), number, (*here, "value"))
         if role == "function_call":
-            calls = _sharegpt_calls(value, (*here, "value"))
+            calls = toolcalls.read_call_text(value, (*here, "value"))
             messages.append({"role": "assistant", "content": None, "tool_calls": calls})
         else:
             messages.append({"role": role, "content": value})
@@ -294,26 +251,17 @@ def _from_sharegpt(row: dict[str, Any]) -> Conversation:
     return _finish(row, messages, trained)
 
 
-def _sharegpt_calls(value: str | None, path: tuple[str | int, ...]) -> list[dict[str, Any]]:
-    try:
-        parsed = parse_text(value or "")
-    except RowError as error:
-        message = f"the function call is not JSON: {error.message}"
-        raise RowError("bad_tool_call", message, path=path) from error
-    return [_tool_call(call, path) for call in (parsed if isinstance(parsed, list) else [parsed])]
-
-
 def _text(row: dict[str, Any], *keys: str, optional: bool = False) -> str:
+    """The text of the first of the keys that holds one."""
     for key in keys:
-        if key in row:
-            value = row[key]
-            if value is None:
-                if optional:
-                    return ""
-                raise RowError("empty_content", f"{key} is null", path=(key,))
-            if not isinstance(value, str):
-                raise RowError("bad_type", f"{key} is {_type(value)}, not a string", path=(key,))
+        value = row.get(key)
+        if isinstance(value, str):
             return value
+        if value is not None:
+            raise RowError("bad_type", f"{key} is {type_name(value)}, not a string", path=(key,))
+    named = next((key for key in keys if key in row), None)
+    if named is not None and not optional:
+        raise RowError("empty_content", f"{named} is null", path=(named,))
     return ""
 
 
@@ -370,31 +318,18 @@ def _add_system(row: dict[str, Any], messages: list[dict[str, Any]], trained: li
 def _finish(
     row: dict[str, Any], messages: list[dict[str, Any]], trained: list[bool]
 ) -> Conversation:
-    tools = _tools(row)
+    tools = toolcalls.read_tools(row.get("tools"))
     has_tools = bool(tools) or any(message["role"] == "tool" for message in messages)
     conversation = Conversation(messages, tools, trained, has_tools)
     if any("tool_calls" in message for message in messages):
         conversation.has_tools = True
-        _number_calls(conversation)
+        toolcalls.connect(messages)
+        if tools is not None:
+            known = {tool["function"]["name"] for tool in tools}
+            for call in (call for m in messages for call in m.get("tool_calls", [])):
+                if call["function"]["name"] not in known:
+                    conversation.warnings.append("unknown_tool")
     return conversation
-
-
-def _number_calls(conversation: Conversation) -> None:
-    """Give calls without an id one, and results the id of the call that they answer, in order."""
-    open_ids: list[str] = []
-    count = 0
-    known = {tool["function"]["name"] for tool in conversation.tools or []}
-    for message in conversation.messages:
-        for index, call in enumerate(message.get("tool_calls", [])):
-            # Nine letters and digits, which is what Mistral's templates insist on.
-            id = call.pop("id", None) or f"call{count:05d}"
-            message["tool_calls"][index] = {"id": id, **call}
-            open_ids.append(id)
-            count += 1
-            if conversation.tools is not None and call["function"]["name"] not in known:
-                conversation.warnings.append("unknown_tool")
-        if message["role"] == "tool" and "tool_call_id" not in message and open_ids:
-            message["tool_call_id"] = open_ids.pop(0)
 
 
 CONVERTERS: dict[str, Callable[[dict[str, Any]], Conversation]] = {

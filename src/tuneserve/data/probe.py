@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -23,6 +24,9 @@ def _turns(*pairs: tuple[str, str]) -> list[Message]:
 
 _SHORT = _turns(("user", _QUESTIONS[0]), ("assistant", _ANSWERS[0]))
 _LONG = _SHORT + _turns(("user", _QUESTIONS[1]), ("assistant", _ANSWERS[1]))
+_THOUGHT = "It shines."
+# What a prompt ends with that begins the thinking for the model: <think>, or [THINK].
+_OPENER = re.compile(r"(?:<(?P<tag>\w+)>|\[(?P<bracket>\w+)\])\s*\Z")
 _SYSTEM = _turns(("system", "Lamps only, please.")) + _SHORT
 _TOOLS = [
     {
@@ -50,6 +54,23 @@ _CALL = _turns(("user", _QUESTIONS[0])) + [
     {"role": "assistant", "content": _ANSWERS[0]},
 ]
 
+
+def _reasoned(turns: list[Message]) -> list[Message]:
+    """The turns with thinking beside each answer."""
+    thought = {"reasoning": _THOUGHT, "reasoning_content": _THOUGHT}
+    return [{**turn, **thought} if turn["role"] == "assistant" else turn for turn in turns]
+
+
+def _thought_aloud(turns: list[Message], opener: re.Match[str]) -> list[Message]:
+    """The turns with thinking at the beginning of each answer's content."""
+    closer = f"</{opener['tag']}>" if opener["tag"] else f"[/{opener['bracket']}]"
+    head = f"{opener.group().strip()}\n{_THOUGHT}\n{closer}\n\n"
+    return [
+        {**turn, "content": head + turn["content"]} if turn["role"] == "assistant" else turn
+        for turn in turns
+    ]
+
+
 # Rendered by transformers in the tokenizer's child and by us; the texts and ids must be equal.
 PROBES: list[dict[str, Any]] = [
     {"messages": _SHORT, "prompt": False},
@@ -57,6 +78,7 @@ PROBES: list[dict[str, Any]] = [
     {"messages": _LONG, "prompt": False},
     {"messages": _SYSTEM, "prompt": False},
     {"messages": _CALL, "prompt": False, "tools": _TOOLS},
+    {"messages": _reasoned(_SHORT), "prompt": False},
 ]
 
 
@@ -90,26 +112,45 @@ def check_parity(template: ChatTemplate, engine: Engine, renderings: list[Any]) 
         if (text is None) != (theirs is None) or (theirs is not None and text != theirs["text"]):
             raise ModelError(
                 "the chat template renders differently in transformers and here",
-                hint="report this, with the model's name",
+                expected="the same text from both",
+                hint="report it on the project's issue tracker on GitHub, with the model's name",
                 details={"ours": text, "theirs": theirs and theirs["text"]},
             )
         if theirs is not None and engine.encode(theirs["text"]).ids != theirs["ids"]:
             raise ModelError(
                 "the tokenizer gives other ids in transformers than here",
-                hint="report this, with the model's name",
+                expected="the same ids from both",
+                hint="report it on the project's issue tracker on GitHub, with the model's name",
             )
 
 
 def examine(template: ChatTemplate, engine: Engine) -> TemplateFacts:
     """Learn the frames and the end token.
 
+    Where the prompt opens the thinking, an answer without any may not follow it: then answers with
+    thinking are tried, beside the content and in it.
+
     Raises:
         ModelError: Answers cannot be supervised with this template.
     """
     try:
-        text = template.render(_SHORT, None, prompt=False)
-        prompt = template.render(_SHORT[:1], None, prompt=True)
-        plain = template.render(_SHORT[:1], None, prompt=False)
+        facts = _examine(template, engine, _SHORT, _LONG)
+    except ModelError as refusal:
+        found = _examine_thinking(template, engine)
+        if found is None:
+            raise refusal
+        facts = found
+    facts.frames.opener = _opener_in_content(template)
+    return facts
+
+
+def _examine(
+    template: ChatTemplate, engine: Engine, short: list[Message], long: list[Message]
+) -> TemplateFacts:
+    try:
+        text = template.render(short, None, prompt=False)
+        prompt = template.render(short[:1], None, prompt=True)
+        plain = template.render(short[:1], None, prompt=False)
     except (jinja2.TemplateError, TypeError, ValueError) as error:
         raise _refused(f"it refuses a question and an answer: {error}") from error
     if not text.startswith(prompt):
@@ -137,7 +178,7 @@ def examine(template: ChatTemplate, engine: Engine) -> TemplateFacts:
     notes = []
     if prompt == plain and before == "":
         notes.append("the template adds nothing before an answer (no generation prompt)")
-    notes += _examine_more(template, frames, after)
+    notes += _examine_more(template, frames, after, long)
     extra = not bool(engine.is_stop[end_id])
     end_text = str(engine.tokenizer.id_to_token(end_id))
     if extra:
@@ -145,11 +186,72 @@ def examine(template: ChatTemplate, engine: Engine) -> TemplateFacts:
             f"answers end with {end_text}, which is not among the base's stop tokens: it was added "
             "to generation_config.json, so that the server stops there"
         )
-    if engine.bos_id is not None and ids[:2] == [engine.bos_id, engine.bos_id]:
-        raise _refused("it begins with two BOS tokens")
+    notes += _examine_bos(engine, ids)
     if any("strftime_now" in source for source in template.sources.values()):
         notes.append("the template writes today's date: prompts of another day have other tokens")
     return TemplateFacts(frames, end_id, end_text, extra, notes)
+
+
+def _examine_thinking(template: ChatTemplate, engine: Engine) -> TemplateFacts | None:
+    """The facts where every answer has to think; None where such ones are refused as well."""
+    opener = _prompt_opener(template)
+    tries = [(_reasoned(_SHORT), _reasoned(_LONG))]
+    if opener:
+        tries.append((_thought_aloud(_SHORT, opener), _thought_aloud(_LONG, opener)))
+    for short, long in tries:
+        try:
+            facts = _examine(template, engine, short, long)
+        except ModelError:
+            continue
+        # The others hold this very thought.
+        facts.frames.around = {(b, a) for b, a in facts.frames.around if _THOUGHT not in b}
+        facts.notes.append(
+            "the template takes only answers that think: give them `reasoning_content`, or begin "
+            "their content with the thinking"
+        )
+        return facts
+    return None
+
+
+def _prompt_opener(template: ChatTemplate) -> re.Match[str] | None:
+    try:
+        return _OPENER.search(template.render(_SHORT[:1], None, prompt=True))
+    except (jinja2.TemplateError, TypeError, ValueError):
+        return None
+
+
+def _opener_in_content(template: ChatTemplate) -> str:
+    """The part of an answer's content that the prompt holds already; mostly none."""
+    opener = _prompt_opener(template)
+    if opener is None:
+        return ""
+    turns = _thought_aloud(_SHORT, opener)
+    prompt, text = opener.string, _try(template, {"messages": turns, "prompt": False})
+    if text is None or not text.startswith(prompt):
+        return ""
+    begin = text.rfind(turns[1]["content"])
+    return prompt[begin:] if 0 <= begin < len(prompt) else ""
+
+
+def _examine_bos(engine: Engine, ids: list[int]) -> list[str]:
+    """What to say of the BOS token.
+
+    Raises:
+        ModelError: There are two.
+    """
+    bos = engine.bos_id
+    if bos is None:
+        return []
+    if ids[:2] == [bos, bos]:
+        raise _refused("it begins with two BOS tokens")
+    if ids[:1] == [bos] or engine.tokenizer.encode("a").ids[:1] != [bos]:
+        return []
+    return [
+        "the template writes no BOS, although the tokenizer puts "
+        f"{engine.tokenizer.id_to_token(bos)} before other text: rows have none, as chats that are "
+        "served have none; if the base was trained with it, write it at the beginning of "
+        "model.chat_template"
+    ]
 
 
 def _end_token(engine: Engine, rest: str) -> tuple[int, str]:
@@ -164,13 +266,15 @@ def _end_token(engine: Engine, rest: str) -> tuple[int, str]:
     )
 
 
-def _examine_more(template: ChatTemplate, frames: Frames, after: str) -> list[str]:
+def _examine_more(
+    template: ChatTemplate, frames: Frames, after: str, long: list[Message]
+) -> list[str]:
     notes = []
     try:
-        text = template.render(_LONG, None, prompt=False)
-        first = template.render(_LONG[:1], None, prompt=True)
-        second = template.render(_LONG[:3], None, prompt=True)
-        inner = template.render(_LONG[:2], None, prompt=False)
+        text = template.render(long, None, prompt=False)
+        first = template.render(long[:1], None, prompt=True)
+        second = template.render(long[:3], None, prompt=True)
+        inner = template.render(long[:2], None, prompt=False)
         if text.startswith(first) and text.startswith(inner) and text.startswith(second):
             before, found, rest = text[len(first) :].partition(_ANSWERS[0])
             if found and after in rest:

@@ -28,7 +28,7 @@ _BLOCK_ROWS = 256
 MAX_ROW_BYTES = 64 * 2**20
 _BOM = codecs.BOM_UTF8
 # Cells of a CSV file that hold JSON when they begin like it.
-_JSON_CELLS = {"messages", "conversations", "conversation", "tools"}
+_JSON_CELLS = {"messages", "conversations", "conversation", "tools", "history"}
 
 
 @dataclass
@@ -269,11 +269,7 @@ def _csv(path: str, file: int, head: bytes, stream: IO[bytes]) -> Iterator[Block
     try:
         header = [name.strip() for name in next(reader, [])]
         if len(set(header)) != len(header) or not all(header):
-            raise DataError(
-                f"{path}:1:1: the header has an empty or repeated name: {header}",
-                expected="a name for each column",
-                hint="see docs/data.md for the columns",
-            )
+            raise _bad_header(path, header)
         batch: list[tuple[int, dict[str, Any] | RowError]] = []
         line = reader.line_num + 1
         for cells in reader:
@@ -298,6 +294,14 @@ def _csv(path: str, file: int, head: bytes, stream: IO[bytes]) -> Iterator[Block
         ) from error
     if batch:
         yield Block(file, "rows", batch[0][0], batch)
+
+
+def _bad_header(path: str, names: list[str]) -> DataError:
+    return DataError(
+        f"{path}:1:1: the header has an empty or repeated name: {names}",
+        expected="a name for each column",
+        hint="see docs/data.md for the columns",
+    )
 
 
 def _csv_row(header: list[str], cells: list[str]) -> dict[str, Any] | RowError:
@@ -336,16 +340,22 @@ def _parquet(path: str, file: int) -> Iterator[Block]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    from tuneserve.data.arrowrows import rows_of_batch
+
     line = 1
     try:
         with open_raw(path) as stream:
             table = pq.ParquetFile(stream)
+            names = table.schema_arrow.names
+            if len(set(names)) != len(names):
+                raise _bad_header(path, names)
             for batch in table.iter_batches(batch_size=_BLOCK_ROWS):
-                rows = batch.to_pylist()
+                rows = rows_of_batch(batch)
                 yield Block(file, "rows", line, [(line + i, row) for i, row in enumerate(rows)])
                 line += len(rows)
     except pa.ArrowException as error:
         raise DataError(
             f"{path}:{line}:1: not a readable Parquet file ({error})",
+            expected="a whole Parquet file",
             hint="copy or write it again",
         ) from error

@@ -1,6 +1,7 @@
 """Rows on disk between the two passes, so that memory does not grow with their number.
 
-Per conversation 42 bytes and per row 8 bytes stay in memory; ids, masks and messages go to files.
+Per conversation 46 bytes, per further answer 8 and per row 8 bytes stay in memory; ids, masks and
+messages go to files.
 """
 
 from __future__ import annotations
@@ -59,13 +60,14 @@ class Spill:
             ("supervised", result.supervised, np.int32),
             ("pieces", result.pieces, np.int32),
             ("lines", result.lines, np.int64),
+            ("beginning_counts", result.beginning_counts, np.int32),
             ("files", [result.file] * len(result.lines), np.int32),
         ):
             self._parts.setdefault(name, []).append(np.array(values, dtype=dtype))
         digests = np.frombuffer(result.digests, dtype=np.uint64).reshape(-1, 2)
         self._parts.setdefault("digests", []).append(digests)
-        groups = np.frombuffer(result.groups, dtype=np.uint64)
-        self._parts.setdefault("groups", []).append(groups)
+        for name, words in (("groups", result.groups), ("beginnings", result.beginnings)):
+            self._parts.setdefault(name, []).append(np.frombuffer(words, dtype=np.uint64))
 
     def close(self) -> None:
         """Flush the files; nothing can be added afterwards."""
@@ -73,11 +75,13 @@ class Spill:
             stream.close()
 
     def column(self, name: str) -> Array:
-        """One value per row (lengths, supervised) or per conversation (the others), in order."""
+        """One value per row (lengths, supervised), per answer but the last (beginnings) or per
+        conversation (the others), in order.
+        """
         parts = self._parts.get(name)
         if not parts:
             return np.zeros((0, 2) if name == "digests" else 0, dtype=np.uint64 if name in (
-                "digests", "groups") else np.int64)  # fmt: skip
+                "digests", "groups", "beginnings") else np.int64)  # fmt: skip
         if len(parts) > 1:
             self._parts[name] = parts = [np.concatenate(parts)]
         return parts[0]

@@ -10,6 +10,9 @@ import numpy.typing as npt
 Bools = npt.NDArray[np.bool_]
 Words = npt.NDArray[np.uint64]
 
+# A conversation that so many others begin with is a greeting, and no reason to keep them together.
+_GREETING = 64
+
 
 def first_occurrences(digests: Words) -> tuple[Bools, npt.NDArray[np.int64]]:
     """Which 16-byte digests occur for the first time, and where the first one of each is.
@@ -32,6 +35,53 @@ def first_occurrences(digests: Words) -> tuple[Bools, npt.NDArray[np.int64]]:
     return first == np.arange(len(order)), first
 
 
+def families(
+    groups: Words, wholes: Words, beginnings: Words, counts: npt.NDArray[np.integer[Any]]
+) -> tuple[Words, Bools]:
+    """Groups that also keep a conversation beside those that begin with it.
+
+    A conversation takes the group of the shortest one that it begins with. Whatever two of them
+    have the same prompt begin with the same ones, so groups only grow. One that more than 64 others
+    begin with would draw all of these to one side: it groups nothing, and is trained on.
+
+    Args:
+        groups: Per conversation, the digest of its prompt.
+        wholes: Per conversation, the first word of its digest.
+        beginnings: The same word of each of their beginnings, in order and the shortest first.
+        counts: Per conversation, how many of these it has.
+
+    Returns:
+        The groups, and which conversations must not be held out.
+    """
+    owners = np.repeat(np.arange(len(groups)), counts)
+    known = np.isin(beginnings, wholes)
+    owners, beginnings = owners[known], beginnings[known]
+    found, followers = np.unique(beginnings, return_counts=True)
+    greetings = found[followers > _GREETING]
+    useful = ~np.isin(beginnings, greetings)
+    owners, shortest = np.unique(owners[useful], return_index=True)
+    order = np.argsort(wholes, kind="stable")
+    at = order[np.searchsorted(wholes, beginnings[useful][shortest], sorter=order)]
+    made = groups.copy()
+    made[owners] = groups[at]
+    return made, np.isin(made, made[np.isin(wholes, greetings)])
+
+
+def begun_by_trained(
+    wholes: Words, beginnings: Words, counts: npt.NDArray[np.integer[Any]], from_eval: Bools
+) -> dict[int, int]:
+    """Held-out conversations that are the beginning of a trained one, with the first such one.
+
+    The arguments are those of `families`, and which conversations are held out.
+    """
+    owners = np.repeat(np.arange(len(wholes)), counts)
+    trained = ~from_eval[owners]
+    words, firsts = np.unique(beginnings[trained], return_index=True)
+    held = np.flatnonzero(from_eval & np.isin(wholes, words))
+    longer = owners[trained][firsts[np.searchsorted(words, wholes[held])]]
+    return dict(zip(held.tolist(), longer.tolist(), strict=True))
+
+
 def held_out(groups: Words, seed: int, fraction: float) -> Bools:
     """Which conversations are held out.
 
@@ -43,7 +93,7 @@ def held_out(groups: Words, seed: int, fraction: float) -> Bools:
         ValueError: There are fewer than two groups, so that one side would be empty.
     """
     if len(np.unique(groups)) < 2:
-        raise ValueError(f"{len(groups)} conversations of one prompt")
+        raise ValueError(f"{len(groups)} conversations of one beginning")
     drawn = _mix(groups ^ _mix(np.full(1, seed, dtype=np.uint64)))
     place = drawn.astype(np.float64) / 2.0**64
     out: Bools = place < fraction

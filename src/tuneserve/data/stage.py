@@ -26,7 +26,7 @@ from tuneserve.data.prepare import (
 from tuneserve.data.report import Findings, write_report
 from tuneserve.data.sources import Sources, open_sources
 from tuneserve.data.spill import Spill
-from tuneserve.data.split import first_occurrences, held_out, outliers
+from tuneserve.data.split import begun_by_trained, families, first_occurrences, held_out, outliers
 from tuneserve.data.worker import Settings
 from tuneserve.data.writing import write_rows
 from tuneserve.errors import DataError
@@ -94,6 +94,7 @@ def settings_of(context: StageContext, sources: Sources, prepared: Prepared) -> 
         too_long=data.too_long,
         control_tokens=data.control_tokens,
         system=data.system,
+        opener=prepared.facts.frames.opener,
     )
 
 
@@ -145,9 +146,9 @@ def _second_pass(
     findings.reject_duplicates(int((~keep).sum()))
     side = np.where(from_eval, 1, 0).astype(np.int8)
     if not data.eval and data.eval_fraction > 0:
-        groups = spill.column("groups")
+        groups, trained = _families(spill, keep)
         try:
-            side[keep] = held_out(groups[keep], data.seed, data.eval_fraction)
+            side[keep & ~trained] = held_out(groups[keep & ~trained], data.seed, data.eval_fraction)
         except ValueError as error:
             raise DataError(
                 f"data.eval_fraction {data.eval_fraction} needs at least 2 conversations with "
@@ -170,12 +171,31 @@ def _second_pass(
     return side_of_row
 
 
+def _families(
+    spill: Spill, keep: npt.NDArray[np.bool_]
+) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.bool_]]:
+    """Groups of all conversations, and which must be trained on; those not kept decide nothing."""
+    counts = spill.column("beginning_counts")
+    groups, trained = spill.column("groups").copy(), np.zeros(len(keep), dtype=bool)
+    groups[keep], trained[keep] = families(
+        groups[keep],
+        spill.digests()[keep, 0],
+        spill.column("beginnings")[np.repeat(keep, counts)],
+        counts[keep],
+    )
+    return groups, trained
+
+
 def _check_counts(
     context: StageContext, sources: Sources, spill: Spill, findings: Findings
 ) -> None:
     data = context.run.data
     if not findings.rows_read:
-        raise DataError("the data files hold no row", hint="check data.train")
+        raise DataError(
+            "the data files hold no row",
+            expected="at least one conversation",
+            hint="check data.train",
+        )
     kept = np.bincount(spill.column("files").astype(np.int64), minlength=len(sources.paths))
     empty = [i for i, count in enumerate(kept) if not count]
     if empty:
@@ -214,16 +234,19 @@ def _check_overlap(
     duplicate_of: npt.NDArray[np.int64],
     from_eval: npt.NDArray[np.bool_],
 ) -> None:
-    """A held-out conversation that is also trained on makes every score too good."""
-    shared = np.flatnonzero(from_eval & ~first & ~from_eval[duplicate_of])
-    if not len(shared):
+    """A held-out conversation that is also trained on makes every score too good, be it as the
+    beginning of a longer one.
+    """
+    same = np.flatnonzero(from_eval & ~first & ~from_eval[duplicate_of])
+    shared = {int(i): f"is {_source(sources, spill, duplicate_of[i])}" for i in same}
+    wholes, beginnings = spill.digests()[:, 0], spill.column("beginnings")
+    longer = begun_by_trained(wholes, beginnings, spill.column("beginning_counts"), from_eval)
+    for held, trained in longer.items():
+        shared.setdefault(held, f"is the beginning of {_source(sources, spill, trained)}")
+    if not shared:
         return
-    files, lines = spill.column("files"), spill.column("lines")
-
-    def source(index: int) -> str:
-        return f"{sources.names[files[index]]}:{lines[index]}"
-
-    shown = [f"{source(i)} is {source(duplicate_of[i])}" for i in shared[:_FIRST_FINDINGS]]
+    first_ones = sorted(shared.items())[:_FIRST_FINDINGS]
+    shown = [f"{_source(sources, spill, index)} {what}" for index, what in first_ones]
     count = "a held-out conversation is" if len(shared) == 1 else f"{len(shared)} of them are"
     raise DataError(
         f"eval_overlap: {count} also trained on:\n    " + "\n    ".join(shown),
@@ -231,6 +254,10 @@ def _check_overlap(
         hint="remove them from data.eval or data.train",
         details={"eval_overlap": len(shared)},
     )
+
+
+def _source(sources: Sources, spill: Spill, index: int) -> str:
+    return f"{sources.names[spill.column('files')[index]]}:{spill.column('lines')[index]}"
 
 
 def _counts(reasons: Counter[str]) -> str:

@@ -19,9 +19,12 @@ _INT64 = 2**63
 # all.
 _MAX_INT_CHARS = 20
 _SPACE = re.compile(r"[ \t\r\n]*")
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+# Escapes are consumed in order, pairs whole: what group 1 matches is half of one.
 _LONE_SURROGATE = re.compile(
-    r"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F][0-9a-fA-F]{2})"
-    r"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+    r"\\[^u]"
+    r"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+    r"|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
 )
 
 
@@ -113,7 +116,7 @@ def parse_text(text: str) -> Any:
         raise RowError("bad_json", f"{text[rest : rest + 20]!r} after the value", offset=rest)
     if text.count("{") + text.count("[") > MAX_DEPTH and (deep := _deep_offset(text)) >= 0:
         raise RowError("too_deep", _too_deep(), offset=deep)
-    if "\\u" in text and (match := _lone_surrogate(text)):
+    if "\\u" in text and _SURROGATE.search(text) and (match := _lone_surrogate(text)):
         message = f"{match.group()} is half of a surrogate pair"
         raise RowError("lone_surrogate", message, offset=match.start())
     return value
@@ -135,11 +138,7 @@ def _lower(message: str) -> str:
 
 def _lone_surrogate(text: str) -> re.Match[str] | None:
     """The first lone surrogate escape whose backslash is not itself escaped."""
-    for match in _LONE_SURROGATE.finditer(text):
-        before = text[: match.start()]
-        if (len(before) - len(before.rstrip("\\"))) % 2 == 0:
-            return match
-    return None
+    return next((match for match in _LONE_SURROGATE.finditer(text) if match[1]), None)
 
 
 _STRUCTURE = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)

@@ -45,12 +45,24 @@ class TokenRow:
 
 @dataclass
 class Frames:
-    """What the template puts around every answer, learned from a probe: text before and after."""
+    """What the template puts around every answer, learned from a probe.
+
+    Attributes:
+        around: Pairs of the text before and after an answer.
+        opener: The beginning of thinking that the prompt for an answer ends with (``<think>``): an
+            answer that begins with it has it in its content, and not in its supervised tokens.
+    """
 
     around: set[tuple[str, str]] = field(default_factory=set)
+    opener: str = ""
 
     def fits(self, found: str, content: str) -> bool:
         """Whether `found` is the content (or it trimmed) in one of the frames."""
+        return self._fits(found, content) or bool(
+            self.opener and self._fits(self.opener + found, content)
+        )
+
+    def _fits(self, found: str, content: str) -> bool:
         for before, after in self.around:
             if found == before + content + after or found == before + content.strip() + after:
                 return True
@@ -223,7 +235,7 @@ class Supervisor:
             if not self.frames.fits(text, message["content"]):
                 raise _not_the_turn(number, text)
             return
-        squeezed = squeeze(text)
+        squeezed = squeeze(self.frames.opener + text)
         for call in message.get("tool_calls", []):
             if call["function"]["name"] not in text:
                 text = f"the chat template does not show the tool call of turn {number + 1}"

@@ -10,9 +10,9 @@ from typing import Any, Literal
 import numpy as np
 
 from tuneserve.data.codes import CODES, RowError
-from tuneserve.data.conversation import ControlTokens, check, digests
+from tuneserve.data.conversation import BEGINNING_BYTES, ControlTokens, check, digests
 from tuneserve.data.engine import Engine
-from tuneserve.data.formats import Conversation, convert
+from tuneserve.data.formats import Conversation, convert, turns_key
 from tuneserve.data.pieces import Piece, plan
 from tuneserve.data.readers import Block, place
 from tuneserve.data.strictjson import locate, parse_bytes
@@ -45,6 +45,7 @@ class Settings:
     too_long: Literal["drop", "truncate", "error"]
     control_tokens: Literal["reject", "neutralize"]
     system: str | None
+    opener: str = ""
 
 
 @dataclass
@@ -58,6 +59,8 @@ class Result:
         pieces: Per conversation, its number of rows (more than one where the template rewrites
             history).
         lines, digests, groups: Per conversation; 16 and 8 bytes each for the last two.
+        beginnings: 8 bytes for each beginning of the conversations, after each other.
+        beginning_counts: Per conversation, how many of them it has.
         messages: Per row, the line of `*_messages.jsonl`.
         rejected: Lines of the quarantine.
         warnings: (code, line).
@@ -72,6 +75,8 @@ class Result:
     lines: list[int] = field(default_factory=list)
     digests: bytes = b""
     groups: bytes = b""
+    beginnings: bytes = b""
+    beginning_counts: list[int] = field(default_factory=list)
     messages: list[str] = field(default_factory=list)
     rejected: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[tuple[str, int]] = field(default_factory=list)
@@ -128,7 +133,8 @@ class Worker:
         self.template = ChatTemplate(settings.sources, settings.variables)
         # A prelude for tools costs time in every rendering: only rows that need it pay.
         self.tool_template = ChatTemplate(settings.tool_sources, settings.variables)
-        self.supervisor = Supervisor(self.engine, self.template, Frames(set(settings.frames)))
+        frames = Frames(set(settings.frames), settings.opener)
+        self.supervisor = Supervisor(self.engine, self.template, frames)
         self.control = ControlTokens(self.engine.control_texts, settings.control_tokens)
 
     def __call__(self, block: Block) -> Result:
@@ -187,8 +193,8 @@ class Worker:
                     raise token_row
                 kept.append((piece, *self._fit(token_row, row, result.file)))
             except RowError as error:
-                # Of several answers of one conversation, those that fit are kept; a fault rejects
-                # all.
+                # Of several answers of one conversation, those that fit are kept and the others
+                # counted; a fault rejects all.
                 if CODES[error.code].level != "policy":
                     self._reject(result, row, error)
                     return
@@ -197,13 +203,16 @@ class Worker:
             assert first_error is not None
             self._reject(result, row, first_error)
             return
+        result.warnings += [("answer_left_out", row.line)] * (len(group) - len(kept))
         for code in conversation.warnings:
             result.warnings.append((code, row.line))
         result.rows_neutralized += "neutralized" in conversation.warnings
         result.tool_rows += conversation.has_tools
-        whole, same_prompt = digests(conversation)
+        whole, same_prompt, beginnings = digests(conversation)
         sink.digests.append(whole)
         sink.groups.append(same_prompt)
+        sink.beginnings.append(beginnings)
+        result.beginning_counts.append(len(beginnings) // BEGINNING_BYTES)
         result.lines.append(row.line)
         result.pieces.append(len(kept))
         source = f"{self.settings.files[result.file]}:{row.line}"
@@ -227,6 +236,7 @@ class Worker:
             if self.settings.too_long == "error":
                 raise DataError(
                     f"{self.settings.files[file]}:{raw.line}: too_long: {text}",
+                    expected=f"at most {self.settings.max_length} tokens",
                     hint="raise data.max_length, or set data.too_long to drop or truncate",
                 )
             if self.settings.too_long == "drop":
@@ -266,6 +276,7 @@ class _Sink:
         self.masks: list[Any] = []
         self.digests: list[bytes] = []
         self.groups: list[bytes] = []
+        self.beginnings: list[bytes] = []
 
     def add(self, row: TokenRow) -> None:
         self.ids.append(row.ids)
@@ -280,19 +291,22 @@ class _Sink:
             self.result.ids, self.result.mask = ids.tobytes(), mask.tobytes()
         self.result.digests = b"".join(self.digests)
         self.result.groups = b"".join(self.groups)
+        self.result.beginnings = b"".join(self.beginnings)
 
 
 def row_path(path: tuple[str | int, ...], row: dict[str, Any]) -> tuple[str | int, ...]:
     """A path in the conversation as a path in the row that it was made from."""
-    if not path or path[0] != "messages" or "messages" in row:
+    if not path or path[0] != "messages":
         return path
-    for key in ("conversations", "conversation"):
-        if key in row:
-            names = {"role": "from", "content": "value"}
-            return (
-                key,
-                *(names.get(part, part) if isinstance(part, str) else part for part in path[1:]),
-            )
+    key = turns_key(row)
+    if key == "messages":
+        return path
+    if key:
+        names = {"role": "from", "content": "value"}
+        return (
+            key,
+            *(names.get(part, part) if isinstance(part, str) else part for part in path[1:]),
+        )
     for first, last in (("instruction", "output"), ("prompt", "completion")):
         if first in row and last in row:
             is_answer = len(path) > 1 and path[1] != 0
