@@ -20,7 +20,8 @@ def misbehave(what: str, number: int) -> None:
     import torch
 
     from tuneserve.errors import DataError
-    from tuneserve.train.trainer import RowTrainer, Watch
+    from tuneserve.train.trainer import RowTrainer
+    from tuneserve.train.watch import Watch
 
     log, loss = Watch.on_log, RowTrainer.compute_loss
 

@@ -111,8 +111,18 @@ def test_gradients_through_the_tiled_head_are_those_of_full_logits(
         torch.testing.assert_close(grads[1][name], grad, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("out of memory"),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+        MemoryError(),
+    ],
+)
 def test_evaluation_that_does_not_fit_shrinks_itself(
-    pico_model: Path, held_out: Rows, monkeypatch: pytest.MonkeyPatch
+    pico_model: Path, held_out: Rows, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     from tuneserve.lm import loss
 
@@ -124,13 +134,18 @@ def test_evaluation_that_does_not_fit_shrinks_itself(
     def small(model: Any, inputs: dict[str, torch.Tensor]) -> Any:
         sizes.append(len(inputs["input_ids"]))
         if sizes[-1] > 3:
-            raise torch.OutOfMemoryError("out of memory")
+            raise error
         return original(model, inputs)
 
     monkeypatch.setattr(loss, "_batch_nats", small)
     found = row_losses(model, held_out, range(len(held_out)))
     assert sizes[:3] == [8, 4, 2]
     np.testing.assert_allclose(found.sums, expected.sums, rtol=2e-5)
+    error = RuntimeError("shapes do not fit")  # what smaller batches would not mend
+    sizes.clear()
+    with pytest.raises(RuntimeError, match="shapes do not fit"):
+        row_losses(model, held_out, range(len(held_out)))
+    assert sizes == [8]
 
 
 def saved_adapter(folder: Path, model: Any) -> Path:

@@ -55,7 +55,7 @@ def killed_after_5(
 
 def killed_at(context: StageContext, step: int) -> None:
     """Run the stage in a forked child that is killed with signal 9 once `step` is done."""
-    from tuneserve.train.trainer import Watch
+    from tuneserve.train.watch import Watch
 
     child = os.fork()
     if child == 0:

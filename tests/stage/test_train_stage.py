@@ -306,7 +306,8 @@ def test_no_held_out_rows_is_no_held_out_loss(tmp_path: Path, pico_model: Path) 
     [
         ([], "holds no rows"),
         ([([1, 5, 6], [IGNORED, 5, 6]), ([1, 5], [IGNORED] * 2)], "train.jsonl:2"),
-        ([([1, 5, 512], [IGNORED, 5, 512])], "token id 512 is beyond the model's 512"),
+        ([([1, 5], [IGNORED, -1])], "train.jsonl:1: label -1 at position 1"),
+        ([([1, 5, 512], [IGNORED, 5, 512])], "train.jsonl:1: token id 512 at position 2"),
     ],
 )
 def test_rows_that_cannot_be_trained_on(

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tuneserve.lm.exhausted import is_out_of_memory
 from tuneserve.lm.rows import IGNORED, Rows
 
 log = logging.getLogger(__name__)
@@ -29,7 +30,9 @@ class RowLosses:
         return float(self.sums.sum() / self.counts.sum())
 
 
-def pad_rows(rows: Rows, indices: Sequence[int], multiple: int = 1) -> dict[str, torch.Tensor]:
+def pad_rows(
+    rows: Rows, indices: Sequence[int], multiple: int = 1, limit: int | None = None
+) -> dict[str, torch.Tensor]:
     """Rows as one right-padded batch: `input_ids`, `attention_mask`, `labels`: [rows, width].
 
     What is padding follows from each row's length, never from an id: the pad token of many models
@@ -39,9 +42,13 @@ def pad_rows(rows: Rows, indices: Sequence[int], multiple: int = 1) -> dict[str,
         rows: Where from.
         indices: Which rows, in this order.
         multiple: The width is rounded up to a multiple of this.
+        limit: But not beyond this, which is how many positions the model has.
     """
     pairs = [rows.row(index) for index in indices]
-    width = -(-max(len(ids) for ids, _ in pairs) // multiple) * multiple
+    longest = max(len(ids) for ids, _ in pairs)
+    width = -(-longest // multiple) * multiple
+    if limit is not None:
+        width = max(longest, min(width, limit))
     input_ids = torch.zeros((len(pairs), width), dtype=torch.long)
     labels = torch.full((len(pairs), width), IGNORED, dtype=torch.long)
     mask = torch.zeros((len(pairs), width), dtype=torch.long)
@@ -83,8 +90,8 @@ def row_losses(
         inputs = pad_rows(rows, [indices[at] for at in batch])
         try:
             nats = _batch_nats(model, {key: value.to(place) for key, value in inputs.items()})
-        except torch.OutOfMemoryError:
-            if len(batch) == 1:
+        except (RuntimeError, MemoryError) as error:
+            if len(batch) == 1 or not is_out_of_memory(error):
                 raise
             batch_tokens = longest * (len(batch) // 2)
             torch.cuda.empty_cache()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -54,11 +55,41 @@ class Rows:
         return totals[self.starts[1:]] - totals[self.starts[:-1]]
 
 
+def check_ids(rows: Rows, vocabulary: int, file: str) -> None:
+    """Every id must be a row of the embedding, every label one or exactly `IGNORED`.
+
+    A GPU would stop at the first other one with an assertion that names nothing.
+
+    Raises:
+        DataError: The first that is not, with its row, position and value.
+    """
+    wrong_id = (rows.ids < 0) | (rows.ids >= vocabulary)
+    wrong_label = (rows.labels != IGNORED) & ((rows.labels < 0) | (rows.labels >= vocabulary))
+    wrong = np.flatnonzero(wrong_id | wrong_label)
+    if not len(wrong):
+        return
+    at = int(wrong[0])
+    row = int(np.searchsorted(rows.starts, at, side="right")) - 1
+    position = at - int(rows.starts[row])
+    kind, value, allowed = "token id", int(rows.ids[at]), ""
+    if not wrong_id[at]:
+        kind, value, allowed = "label", int(rows.labels[at]), f", or {IGNORED}"
+    raise DataError(
+        f"{file}: {rows.sources[row]}: {kind} {value} at position {position} is none of the "
+        f"model's {vocabulary} embeddings",
+        expected=f"0 to {vocabulary - 1}{allowed}: rows tokenized with the tokenizer of this base",
+        hint="run `tuneserve validate` with this base",
+        details={"source": rows.sources[row], "position": position, "value": value,
+                 "vocabulary": vocabulary},
+    )  # fmt: skip
+
+
 def read_rows(path: Path) -> Rows:
     """Read a dataset artifact's `train.parquet` or `eval.parquet`.
 
     Raises:
-        DataError: The file or a column is missing, or ids and labels of a row differ in length.
+        DataError: The file or a column is missing, holds other than numbers of 32 bits, or ids and
+            labels of a row differ in length.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -71,8 +102,8 @@ def read_rows(path: Path) -> Rows:
             expected=f"a Parquet file with the columns {', '.join(_COLUMNS)}",
             hint="run `tuneserve validate` again",
         ) from error
-    ids, starts = _flat(table.column("input_ids"))
-    labels, label_starts = _flat(table.column("labels"))
+    ids, starts = _flat(path, table, "input_ids")
+    labels, label_starts = _flat(path, table, "labels")
     if not np.array_equal(starts, label_starts):
         size = min(len(starts), len(label_starts))
         row = int(np.argmax(starts[:size] != label_starts[:size])) - 1
@@ -84,12 +115,26 @@ def read_rows(path: Path) -> Rows:
     return Rows(ids, labels, starts, table.column("source").to_pylist())
 
 
-def _flat(column: object) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+def _flat(path: Path, table: Any, name: str) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+    import pyarrow as pa
     import pyarrow.compute as pc
 
-    chunks = column.chunks  # type: ignore[attr-defined]
-    values = [np.asarray(chunk.flatten(), dtype=np.int32) for chunk in chunks]
-    sizes = [np.asarray(pc.list_value_length(chunk).fill_null(0), np.int64) for chunk in chunks]
-    flat = np.concatenate(values) if values else np.empty(0, np.int32)
+    chunks = table.column(name).chunks
+    try:
+        flat = [chunk.flatten() for chunk in chunks]
+        if any(chunk.null_count for chunk in [*chunks, *flat]):
+            raise pa.ArrowInvalid("nulls")
+        if any(len(chunk) and not pa.types.is_integer(chunk.type) for chunk in flat):
+            raise pa.ArrowInvalid(str(flat[0].type))
+        flat = [chunk.cast(pa.int32()) for chunk in flat]
+    except (pa.ArrowException, AttributeError) as error:
+        raise DataError(
+            f"{path}: {name} does not hold lists of 32-bit numbers alone ({error})",
+            expected="one list of token ids a row",
+            hint="run `tuneserve validate` again",
+        ) from error
+    sizes = [np.asarray(pc.list_value_length(chunk), np.int64) for chunk in chunks]
+    values = [np.asarray(chunk, np.int32) for chunk in flat]
+    ids = np.concatenate(values) if values else np.empty(0, np.int32)
     ends = np.cumsum(np.concatenate(sizes)) if sizes else np.empty(0, np.int64)
-    return flat, np.concatenate((np.zeros(1, np.int64), ends))
+    return ids, np.concatenate((np.zeros(1, np.int64), ends))

@@ -19,7 +19,7 @@ import torch
 from transformers import AutoTokenizer, set_seed
 
 from tuneserve.checkpoint.basecheck import read_config
-from tuneserve.errors import AdapterError, ModelError, OutOfMemory, TrainingDiverged
+from tuneserve.errors import AdapterError, ModelError, OutOfMemory
 from tuneserve.lm import hardware
 from tuneserve.lm.load import load_base, nf4_settings, quantized_modules
 from tuneserve.lm.loss import row_losses
@@ -39,7 +39,8 @@ from tuneserve.train.curves import read_curve, rewind_curve
 from tuneserve.train.memory import MemoryTimeline
 from tuneserve.train.recipe import Recipe, dropout_seed, training_order
 from tuneserve.train.trackers import place_trackers
-from tuneserve.train.trainer import PAD_MULTIPLE, RowTrainer, Watch
+from tuneserve.train.trainer import PAD_MULTIPLE, RowTrainer
+from tuneserve.train.watch import Watch, diverged
 from tuneserve.train.watching import StallGuard
 
 log = logging.getLogger(__name__)
@@ -190,20 +191,14 @@ class Attempt:
             [found.sums.sum(), found.counts.sum(), *bad.tolist()]
         )
         if any(bad_anywhere):
-            raise self._diverged(step, np.flatnonzero(bad_anywhere).tolist(), count)
+            rows = np.flatnonzero(bad_anywhere).tolist()
+            raise diverged(
+                step,
+                f"the loss of {len(rows)} of {count} held-out rows is not finite:",
+                [self.held_out.sources[row] for row in rows],
+                expected="a finite loss of every held-out row",
+            )
         return nats / tokens
-
-    def _diverged(self, step: int, rows: list[int], count: int) -> TrainingDiverged:
-        sources = [self.held_out.sources[row] for row in rows]
-        return TrainingDiverged(
-            f"step {step}: the loss of {len(rows)} of {count} held-out rows is not finite: "
-            f"{', '.join(sources[:8])}"
-            + (f" and {len(sources) - 8} more" if len(sources) > 8 else ""),
-            expected="a finite loss of every held-out row",
-            hint="look at these rows; if they are fine, lower train.learning_rate or raise "
-            "train.warmup_fraction; nothing was saved",
-            details={"step": step, "rows": sources[:64]},
-        )
 
     def _save(
         self, model: Any, dtype: torch.dtype, quantized: list[str], eval_loss: float | None

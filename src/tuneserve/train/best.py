@@ -26,6 +26,7 @@ class Best:
 
         Steps that a resumed run trains again may have been offered before the kill.
         """
+        assert math.isfinite(loss), loss
         known = self.found()
         if known is not None and known[1] <= step and known[2] <= loss:
             return

@@ -117,10 +117,10 @@ def _failed(error: Exception) -> dict[str, Any]:
     """The outcome of an error that has no class of ours; also before or after the attempt memory
     may run out, in NCCL's buffers for one.
     """
-    from tuneserve.train import oom
+    from tuneserve.lm.exhausted import is_out_of_memory, said
 
-    if oom.is_out_of_memory(error):
-        return {"did_not_fit": oom.said(error)}
+    if is_out_of_memory(error):
+        return {"did_not_fit": said(error)}
     number = error.errno if isinstance(error, OSError) else None
     return {"crash": f"{type(error).__name__}: {error}", "errno": number}
 

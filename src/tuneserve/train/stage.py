@@ -18,6 +18,7 @@ from typing import Any
 
 from tuneserve.artifacts import write_json_atomic
 from tuneserve.errors import DataError, OutOfMemory
+from tuneserve.lm.exhausted import is_out_of_memory, said
 from tuneserve.lm.rows import Rows, read_rows
 from tuneserve.plan.several import NCCL_BYTES
 from tuneserve.stages import StageContext
@@ -75,7 +76,7 @@ def read_both(context: StageContext) -> tuple[Rows, Rows]:
         DataError: The rows cannot be trained on.
     """
     dataset = context.inputs["dataset"].path
-    return _read(dataset / "train.parquet"), read_rows(dataset / "eval.parquet")
+    return _read(dataset / "train.parquet"), _read(dataset / "eval.parquet", may_be_empty=True)
 
 
 def recipe_of(context: StageContext, rows: int) -> Recipe:
@@ -212,10 +213,10 @@ def attempt(
     try:
         return attempt.run(note), ""
     except BaseException as error:
-        if not oom.is_out_of_memory(error):
+        if not is_out_of_memory(error):
             note("ended")  # by itself, so it was not killed for its memory
             raise
-        why = oom.said(error)
+        why = said(error)
         _explain(context, timeline)
     _forget(context)  # it ended by itself, so the next call has nothing to conclude
     # Outside of the handler, or the error's traceback would keep the model alive.
@@ -294,9 +295,9 @@ def _at_the_bottom(tried: list[str]) -> OutOfMemory:
     )
 
 
-def _read(path: Any) -> Rows:
+def _read(path: Any, *, may_be_empty: bool = False) -> Rows:
     rows = read_rows(path)
-    if not len(rows):
+    if not len(rows) and not may_be_empty:
         raise DataError(
             f"{path}: holds no rows",
             expected="at least one training row",

@@ -1,40 +1,31 @@
-"""TRL's trainer, made to train on given rows in a given order and to stop at the first bad number.
+"""TRL's trainer, made to train on given rows in a given order.
 
 Engine file: imports torch, transformers and trl.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import math
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from tuneserve.config import TrainSection
-from tuneserve.errors import TrainingDiverged
 from tuneserve.lm import fused_head, hardware
 from tuneserve.lm.fuse import fuse
 from tuneserve.lm.loss import pad_rows
 from tuneserve.lm.rows import IGNORED, Rows
-from tuneserve.progress import Progress
-from tuneserve.train import collective, zero
+from tuneserve.train import zero
 from tuneserve.train.adapter import WEIGHTS, load_adapter, may_be_unused, unify_dtype
-from tuneserve.train.checkpoints import seal
 from tuneserve.train.flat import can_be_flat, flat_optimizer
 from tuneserve.train.offload import hold_block_inputs
 from tuneserve.train.recipe import OFFLOAD, Recipe, rate_factor
 from tuneserve.train.trackers import guard_trackers
-from tuneserve.train.watching import StallGuard, flat, hungry
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +69,8 @@ class RowTrainer(SFTTrainer):
     ) -> None:
         # Routers of experts balance over the tokens that are not padding.
         config = model.config.get_text_config()
+        # Where positions are a table, the one behind its end is no position.
+        self._rows, self._positions = rows, getattr(config, "max_position_embeddings", None)
         self._routes = bool(getattr(config, "output_router_logits", False))
         self._recipe, self._scheduler, self._zero = recipe, train.lr_scheduler, train.zero > 0
         dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
@@ -103,7 +96,7 @@ class RowTrainer(SFTTrainer):
             model=model,
             args=arguments,
             train_dataset=Dataset.from_dict({"row": list(order)}),
-            data_collator=lambda items: pad_rows(rows, [i["row"] for i in items], PAD_MULTIPLE),
+            data_collator=lambda items: self.pad([item["row"] for item in items]),
             processing_class=tokenizer,
             callbacks=[callback],
         )
@@ -118,6 +111,10 @@ class RowTrainer(SFTTrainer):
 
         self.remove_callback(PrinterCallback)
         guard_trackers(self.callback_handler)
+
+    def pad(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
+        """These rows as one batch, as wide as a step takes them."""
+        return pad_rows(self._rows, indices, PAD_MULTIPLE, self._positions)
 
     @property
     def shares_optimizer(self) -> bool:
@@ -283,129 +280,3 @@ def optimizer_name(optimizer: str, *, cuda: bool) -> str:
         log.info("optimizer: adamw_torch instead of %s, which is made for GPUs", optimizer)
         return "adamw_torch"
     return optimizer
-
-
-@dataclass
-class Watch(TrainerCallback):
-    """Follows the steps: progress lines, the loss curve, checkpoints' seals, the first bad number.
-
-    Attributes:
-        rows: The rows.
-        order: Row indices in training order.
-        recipe: Steps and batches.
-        curve: The JSONL file of the loss curve, in the work folder.
-        progress: Counts steps.
-        evaluate: Held-out loss now, and every how many steps to ask for it; None: never.
-        guard: Told of every step; says where one hangs.
-        best: Called with step and held-out loss of every evaluation.
-    """
-
-    rows: Rows
-    order: Sequence[int]
-    recipe: Recipe
-    curve: Path
-    progress: Progress
-    evaluate: tuple[int, Callable[[], float]] | None = None
-    seconds: list[float] = field(default_factory=list)
-    tokens: int = 0
-    guard: StallGuard | None = None
-    best: Callable[[int, float], None] | None = None
-    losses: list[float] = field(default_factory=list)
-    waited: list[float] = field(default_factory=list)
-    _said: set[str] = field(default_factory=set)
-    _began: float | None = None
-
-    def begin(self, step: int) -> None:
-        """Count from `step`, the last one that a checkpoint holds."""
-        self.progress.done = step
-
-    def rows_of(self, step: int) -> list[int]:
-        """Rows that step `step` (from 1) trains on."""
-        size = self.recipe.effective_batch
-        return list(self.order[(step - 1) * size : step * size])
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start the clock, unless it has run since the step before."""
-        now = time.monotonic()
-        if self._began is None:
-            self._began = now
-        else:
-            self.waited.append(now - self._began)
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Record a step; called before its checkpoint is written.
-
-        Raises:
-            TrainingDiverged: The loss or the gradient norm is not finite.
-        """
-        if not logs or "loss" not in logs:
-            return
-        step, loss, norm = state.global_step, float(logs["loss"]), float(logs.get("grad_norm", 0))
-        rate = float(logs["learning_rate"])
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise self._diverged(step, loss, norm, rate)
-        point = {"step": step, "loss": loss, "grad_norm": norm, "learning_rate": rate}
-        self._write(point)
-        now = time.monotonic()
-        seconds = now - (self._began or now)
-        self._began = now  # reading the next rows is part of their step
-        self.seconds.append(seconds)
-        self._look(loss, seconds)
-        tokens = int(np.sum(self.rows.lengths[self.rows_of(step)]))
-        self.tokens += tokens
-        self.progress.advance(1, f"loss {loss:.4f}, {tokens / max(seconds, 1e-9):,.0f} tokens/s")
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Measure the held-out loss when it is due; the end is measured elsewhere."""
-        if self.evaluate is None or state.global_step >= self.recipe.steps:
-            return
-        every, measure = self.evaluate
-        if state.global_step % every == 0:
-            paused = time.monotonic()
-            loss = measure()
-            if self._began is not None:
-                self._began += time.monotonic() - paused
-            self._write({"step": state.global_step, "eval_loss": loss})
-            log.info("held-out loss at step %d: %.4f", state.global_step, loss)
-            if self.best:
-                self.best(state.global_step, loss)
-            if self.guard:
-                self.guard.beat()
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Seal the checkpoint just written: only now does it count."""
-        self._began = None
-        collective.wait_for_all()  # each rank wrote its random state
-        if state.is_world_process_zero:
-            seal(Path(args.output_dir) / f"checkpoint-{state.global_step}", self.recipe.shape)
-
-    def _look(self, loss: float, seconds: float) -> None:
-        """Say, once each, what a person should know while it still runs."""
-        self.losses.append(loss)
-        if self.guard:
-            self.guard.beat(seconds)
-        signs = {"flat": flat(self.losses)}
-        if torch.cuda.is_available():
-            signs["hungry"] = hungry(self.waited, self.seconds)
-        for sign, text in signs.items():
-            if text and sign not in self._said:
-                self._said.add(sign)
-                log.warning("%s", text)
-
-    def _write(self, point: dict[str, Any]) -> None:
-        if collective.rank():
-            return
-        with self.curve.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(point) + "\n")
-
-    def _diverged(self, step: int, loss: float, norm: float, rate: float) -> TrainingDiverged:
-        what = f"loss {loss}" if not math.isfinite(loss) else f"gradient norm {norm} (loss {loss})"
-        sources = [self.rows.sources[row] for row in self.rows_of(step)]
-        return TrainingDiverged(
-            f"step {step}: {what} at learning rate {rate:.3g}; rows {', '.join(sources[:8])}"
-            + (f" and {len(sources) - 8} more" if len(sources) > 8 else ""),
-            expected="a finite loss and gradient norm",
-            hint="look at these rows; if they are fine, lower train.learning_rate or raise "
-            "train.warmup_fraction; nothing was saved",
-            details={"step": step, "learning_rate": rate, "rows": sources[:64]},
-        )

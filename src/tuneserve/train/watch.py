@@ -1,0 +1,171 @@
+"""Follows a training step by step, and stops it at the first bad number.
+
+Engine file: imports torch and transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import TrainerCallback
+
+from tuneserve.errors import TrainingDiverged
+from tuneserve.lm.rows import Rows
+from tuneserve.progress import Progress
+from tuneserve.train import collective
+from tuneserve.train.checkpoints import seal
+from tuneserve.train.recipe import Recipe
+from tuneserve.train.watching import StallGuard, flat, hungry
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Watch(TrainerCallback):
+    """Follows the steps: progress lines, the loss curve, checkpoints' seals, the first bad number.
+
+    Attributes:
+        rows: The rows.
+        order: Row indices in training order.
+        recipe: Steps and batches.
+        curve: The JSONL file of the loss curve, in the work folder.
+        progress: Counts steps.
+        evaluate: Held-out loss after a step, and every how many to ask for it; None: never.
+        guard: Told of every step; says where one hangs.
+        best: Called with step and held-out loss of every evaluation.
+    """
+
+    rows: Rows
+    order: Sequence[int]
+    recipe: Recipe
+    curve: Path
+    progress: Progress
+    evaluate: tuple[int, Callable[[int], float]] | None = None
+    seconds: list[float] = field(default_factory=list)
+    tokens: int = 0
+    guard: StallGuard | None = None
+    best: Callable[[int, float], None] | None = None
+    losses: list[float] = field(default_factory=list)
+    waited: list[float] = field(default_factory=list)
+    _said: set[str] = field(default_factory=set)
+    _began: float | None = None
+
+    def begin(self, step: int) -> None:
+        """Count from `step`, the last one that a checkpoint holds."""
+        self.progress.done = step
+
+    def beat(self) -> None:
+        """Something was done, though no step."""
+        if self.guard:
+            self.guard.beat()
+
+    def rows_of(self, step: int) -> list[int]:
+        """Rows that step `step` (from 1) trains on."""
+        size = self.recipe.effective_batch
+        return list(self.order[(step - 1) * size : step * size])
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Start the clock, unless it has run since the step before."""
+        now = time.monotonic()
+        if self._began is None:
+            self._began = now
+        else:
+            self.waited.append(now - self._began)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Record a step; called before its checkpoint is written.
+
+        Raises:
+            TrainingDiverged: The loss or the gradient norm is not finite.
+        """
+        if not logs or "loss" not in logs:
+            return
+        step, loss, norm = state.global_step, float(logs["loss"]), float(logs.get("grad_norm", 0))
+        rate = float(logs["learning_rate"])
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise self._diverged(step, loss, norm, rate)
+        point = {"step": step, "loss": loss, "grad_norm": norm, "learning_rate": rate}
+        self._write(point)
+        now = time.monotonic()
+        seconds = now - (self._began or now)
+        self._began = now  # reading the next rows is part of their step
+        self.seconds.append(seconds)
+        self._look(loss, seconds)
+        tokens = int(np.sum(self.rows.lengths[self.rows_of(step)]))
+        self.tokens += tokens
+        self.progress.advance(1, f"loss {loss:.4f}, {tokens / max(seconds, 1e-9):,.0f} tokens/s")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Measure the held-out loss when it is due; the end is measured elsewhere."""
+        if self.evaluate is None or state.global_step >= self.recipe.steps:
+            return
+        every, measure = self.evaluate
+        if state.global_step % every == 0:
+            paused = time.monotonic()
+            loss = measure(state.global_step)
+            if self._began is not None:
+                self._began += time.monotonic() - paused
+            self._write({"step": state.global_step, "eval_loss": loss})
+            log.info("held-out loss at step %d: %.4f", state.global_step, loss)
+            if self.best:
+                self.best(state.global_step, loss)
+            self.beat()
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Seal the checkpoint just written: only now does it count."""
+        self._began = None
+        collective.wait_for_all()  # each rank wrote its random state
+        if state.is_world_process_zero:
+            seal(Path(args.output_dir) / f"checkpoint-{state.global_step}", self.recipe.shape)
+
+    def _look(self, loss: float, seconds: float) -> None:
+        """Say, once each, what a person should know while it still runs."""
+        self.losses.append(loss)
+        if self.guard:
+            self.guard.beat(seconds)
+        signs = {"flat": flat(self.losses)}
+        if torch.cuda.is_available():
+            signs["hungry"] = hungry(self.waited, self.seconds)
+        for sign, text in signs.items():
+            if text and sign not in self._said:
+                self._said.add(sign)
+                log.warning("%s", text)
+
+    def _write(self, point: dict[str, Any]) -> None:
+        if collective.rank():
+            return
+        with self.curve.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(point) + "\n")
+
+    def _diverged(self, step: int, loss: float, norm: float, rate: float) -> TrainingDiverged:
+        what = f"loss {loss}" if not math.isfinite(loss) else f"gradient norm {norm} (loss {loss})"
+        return diverged(
+            step,
+            f"{what} at learning rate {rate:.3g}; rows",
+            [self.rows.sources[row] for row in self.rows_of(step)],
+            expected="a finite loss and gradient norm",
+            learning_rate=rate,
+        )
+
+
+def diverged(
+    step: int, what: str, sources: list[str], *, expected: str, **details: Any
+) -> TrainingDiverged:
+    """The error of a number that is not finite, with the rows that it came from."""
+    more = f" and {len(sources) - 8} more" if len(sources) > 8 else ""
+    return TrainingDiverged(
+        f"step {step}: {what} {', '.join(sources[:8])}{more}",
+        expected=expected,
+        hint="look at these rows; if they are fine, lower train.learning_rate or raise "
+        "train.warmup_fraction; nothing was saved",
+        details={"step": step, "rows": sources[:64], **details},
+    )
