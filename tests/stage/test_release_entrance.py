@@ -214,8 +214,10 @@ def test_a_change_of_the_gateway_that_was_not_written_down_is_undone(house: Hous
     assert release(house.request("a", port=other))["endpoint"] == f"http://127.0.0.1:{other}/v1"
     change_and_die()
     assert control.status()["endpoint"] == f"{house.url}/v1"
+    control.add_key("alice")
     change_and_die(needs_key=True)
     assert house.chat().status_code == 401
+    control.revoke_key("alice")
     release(house.request("a"))
     assert house.chat().is_success
     session = keeper()._session(GATEWAY)
