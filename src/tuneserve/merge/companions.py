@@ -9,31 +9,42 @@ it is said.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from tuneserve.errors import AdapterError, ModelError
+from tuneserve.merge.generation import generation_config
+from tuneserve.merge.vocabulary import json_object, read_vocabulary
 
-log = logging.getLogger(__name__)
-
-_TOKENIZER_FILES = (
+# Files that hold a tokenizer's tokens: without one of them the others are no tokenizer.
+_VOCABULARIES = (
     "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
     "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "vocab.bpe",
+    "bpe.codes",
     "spiece.model",
     "sentencepiece.bpe.model",
+    "sentencepiece.model",
+    "spm.model",
     "tekken.json",
-    "chat_template.jinja",
-    "chat_template.json",
+    "tiktoken.model",
+    "*.tiktoken",
+    "*.spm",
 )
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+_BESIDE_VOCABULARIES = (
+    _TOKENIZER_CONFIG,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "merges.txt",
+    "encoder.json",
+)
+_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 _TEMPLATE_FOLDER = "additional_chat_templates"
 
 # Of the base, what a loader needs beside the weights, and what its licence asks to keep.
@@ -47,28 +58,22 @@ _BASE_FILES = (
     "USE_POLICY*",
 )
 
-# A generation config that samples nothing must not set these (transformers,
-# GenerationConfig.validate).
-_SAMPLING_FIELDS = {
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": 50,
-    "min_p": None,
-    "top_h": None,
-    "typical_p": 1.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
-}
-_BEAM_FIELDS = {"early_stopping": False, "length_penalty": 1.0}
-
 
 @dataclass(frozen=True)
 class Companions:
-    """Files to write beside the weights, by relative name, and what had to be said about them."""
+    """Files to write beside the weights.
+
+    Attributes:
+        files: Their bytes by relative name.
+        tokenizer_from: adapter, base, or the folder that was asked for.
+        notes: What had to be said about them.
+        highest_id: The highest id that any file of the tokenizer knows; None: not known.
+    """
 
     files: Mapping[str, bytes]
     tokenizer_from: str
     notes: tuple[str, ...]
+    highest_id: int | None = None
 
 
 def collect(
@@ -86,25 +91,34 @@ def collect(
         config_changes: What the merge changes in it.
         adapter: The training output.
         tokenizer_from: A folder whose tokenizer is taken instead.
+
+    Raises:
+        ModelError: `tokenizer_from` holds no file of a tokenizer, or a file cannot be read.
     """
     notes: list[str] = []
     files: dict[str, bytes] = {}
     for pattern in _BASE_FILES:
         files.update({p.name: p.read_bytes() for p in sorted(base.glob(pattern)) if p.is_file()})
     files["config.json"] = _config(base, config, config_changes)
-    source = tokenizer_from or adapter
-    tokenizer = _tokenizer(source)
-    if not tokenizer and tokenizer_from is None:
-        notes.append("the adapter's folder holds no tokenizer: the base's is taken")
-        source, tokenizer = base, _tokenizer(base)
-    if not tokenizer:
-        notes.append("no tokenizer was found: the merged folder has none")
+    wanted = tokenizer_from or adapter
+    own = _files(wanted)
+    if tokenizer_from and not own:
+        raise ModelError(
+            f"{tokenizer_from}: holds no tokenizer",
+            expected="a folder with a tokenizer",
+            hint="name a folder with one",
+        )
+    which = f"{tokenizer_from}" if tokenizer_from else "the adapter's folder"
+    source, tokenizer = _whole_tokenizer(which, wanted, own, base, notes)
     files.update(tokenizer)
-    generation = _generation_config((source, adapter, base), base, config, notes)
+    vocabulary = read_vocabulary(tokenizer)
+    settings = (tokenizer.get(_TOKENIZER_CONFIG), own.get(_TOKENIZER_CONFIG))
+    ends = [end for each in settings for end in vocabulary.ends(each)]
+    generation = generation_config((source, adapter, base), base, config, ends, notes)
     if generation is not None:
         files["generation_config.json"] = generation
     origin = "base" if source == base else "adapter" if source == adapter else str(source)
-    return Companions(files, origin, tuple(notes))
+    return Companions(files, origin, tuple(notes), vocabulary.highest)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -133,7 +147,7 @@ def check_vocabulary(companions: Companions, rows: int | None, adapter: Path) ->
     Raises:
         AdapterError: It does: new tokens were added in training, but their rows were not saved.
     """
-    highest = _highest_id(companions.files.get("tokenizer.json"))
+    highest = companions.highest_id
     if rows is None or highest is None or highest < rows:
         return
     raise AdapterError(
@@ -143,20 +157,6 @@ def check_vocabulary(companions: Companions, rows: int | None, adapter: Path) ->
         "trainable_token_indices for the embedding",
         details={"highest_id": highest, "rows": rows},
     )
-
-
-def _highest_id(tokenizer: bytes | None) -> int | None:
-    try:
-        data = json.loads(tokenizer or b"null")
-        vocabulary = data["model"]["vocab"]
-        ids = [int(entry["id"]) for entry in data.get("added_tokens", [])]
-    except (ValueError, KeyError, TypeError):
-        return None
-    if isinstance(vocabulary, dict):
-        ids += [int(i) for i in vocabulary.values()]
-    elif isinstance(vocabulary, list):
-        ids.append(len(vocabulary) - 1)
-    return max(ids, default=None)
 
 
 def _config(base: Path, config: Mapping[str, Any], changes: Mapping[str, Any]) -> bytes:
@@ -175,91 +175,57 @@ def _config(base: Path, config: Mapping[str, Any], changes: Mapping[str, Any]) -
     return (json.dumps(changed, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def _tokenizer(folder: Path) -> dict[str, bytes]:
-    found = {n: (folder / n).read_bytes() for n in _TOKENIZER_FILES if (folder / n).is_file()}
-    if not found.keys() - {"chat_template.jinja", "chat_template.json"}:
-        return {}
-    for path in sorted((folder / _TEMPLATE_FOLDER).glob("*.jinja")):
-        found[f"{_TEMPLATE_FOLDER}/{path.name}"] = path.read_bytes()
-    return found
-
-
-def _generation_config(
-    folders: tuple[Path, ...], base: Path, config: Mapping[str, Any], notes: list[str]
-) -> bytes | None:
-    """The training output's generation config, else the base's, made valid and with all end ids."""
-    path = next(
-        (f / "generation_config.json" for f in folders if (f / "generation_config.json").is_file()),
-        None,
-    )
-    if path is None:
-        return None
-    raw = path.read_bytes()
-    try:
-        generation = json.loads(raw)
-        assert isinstance(generation, dict)
-    except (ValueError, AssertionError):
-        notes.append("generation_config.json is not a JSON object: left out")
-        return None
-    repaired = _with_all_ends(_valid(generation, notes), base, config, notes)
-    if repaired == generation:
-        return raw
-    return (json.dumps(repaired, indent=2, ensure_ascii=False) + "\n").encode()
-
-
-def _valid(generation: dict[str, Any], notes: list[str]) -> dict[str, Any]:
-    """Repair what transformers refuses when it saves such a config, hours later.
-
-    Sampling fields without `do_sample` mean sampling; with an explicit `do_sample: false` they are
-    dead.
+def _whole_tokenizer(
+    which: str, folder: Path, own: dict[str, bytes], base: Path, notes: list[str]
+) -> tuple[Path, dict[str, bytes]]:
+    """Whose tokenizer is taken, and its files: the folder's if it has a vocabulary, else the base's
+    with the folder's chat template.
     """
-    repaired = dict(generation)
-    sampling = [
-        name
-        for name, default in _SAMPLING_FIELDS.items()
-        if repaired.get(name) is not None and repaired[name] != default
-    ]
-    if sampling and repaired.get("do_sample") is None:
-        repaired["do_sample"] = True
-        notes.append(f"generation config sets {', '.join(sampling)}: do_sample set to true")
-    elif sampling and repaired["do_sample"] is not True:
-        for name in sampling:
-            del repaired[name]
-        notes.append(f"generation config does not sample: {', '.join(sampling)} removed")
-    if repaired.get("num_beams") in (None, 1):
-        beams = [
-            name
-            for name, default in _BEAM_FIELDS.items()
-            if repaired.get(name) is not None and repaired[name] != default
-        ]
-        for name in beams:
-            del repaired[name]
-        if beams:
-            notes.append(f"generation config uses one beam: {', '.join(beams)} removed")
-    pad = repaired.get("pad_token_id")
-    if isinstance(pad, int) and pad < 0:
-        del repaired["pad_token_id"]
-        notes.append("generation config had a negative pad_token_id: removed")
-    return repaired
+    if _has_vocabulary(own):
+        return folder, own
+    taken = _files(base)
+    if not _has_vocabulary(taken):
+        if not (own or taken):
+            notes.append("no tokenizer was found: the merged folder has none")
+        return (folder, own) if own else (base, taken)
+    template = _template(own)
+    if template:  # as a set: a template of the base left beside it might be read first
+        taken = {n: d for n, d in taken.items() if not _is_template(n)}
+    own_template = ", with the chat template there" if template else ""
+    notes.append(f"{which} holds no tokenizer: the base's is taken{own_template}")
+    return base, {**taken, **template}
 
 
-def _with_all_ends(
-    generation: dict[str, Any], base: Path, config: Mapping[str, Any], notes: list[str]
-) -> dict[str, Any]:
-    """Every end id that the base stops at stays one: losing one makes a served model run on."""
-    ends = _as_list(generation.get("eos_token_id"))
-    known = _as_list(config.get("eos_token_id"))
-    path = base / "generation_config.json"
-    if path.is_file():
-        known += _as_list(read_json(path).get("eos_token_id"))
-    missing = [i for i in dict.fromkeys(known) if i not in ends]
-    if not missing:
-        return generation
-    notes.append(f"generation config lacked the base's end ids {missing}: added")
-    return {**generation, "eos_token_id": [*ends, *missing]}
+def _files(folder: Path) -> dict[str, bytes]:
+    """A folder's tokenizer and template files by relative name."""
+    names = (*_VOCABULARIES, *_BESIDE_VOCABULARIES, *_TEMPLATE_FILES, f"{_TEMPLATE_FOLDER}/*.jinja")
+    paths = [path for name in names for path in sorted(folder.glob(name)) if path.is_file()]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
-def _as_list(value: Any) -> list[int]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, list) else [value]
+def _has_vocabulary(files: Mapping[str, bytes]) -> bool:
+    return any(fnmatch(name, pattern) for name in files for pattern in _VOCABULARIES)
+
+
+def _is_template(name: str) -> bool:
+    return name in _TEMPLATE_FILES or name.startswith(f"{_TEMPLATE_FOLDER}/")
+
+
+def _template(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The chat templates among a tokenizer's files, as files that every loader reads first.
+
+    Older ones are a field: of tokenizer_config.json (a text, or a list with names) or of
+    chat_template.json.
+    """
+    found = {name: data for name, data in files.items() if _is_template(name)}
+    for name in (_TOKENIZER_CONFIG, "chat_template.json"):
+        field = json_object(files.get(name)).get("chat_template")
+        named = [{"name": "default", "template": field}] if isinstance(field, str) else field
+        for entry in named if isinstance(named, list) else ():
+            label, text = str(entry.get("name")), entry.get("template")
+            if not isinstance(text, str) or "/" in label:
+                continue
+            is_default = label == "default"
+            place = "chat_template.jinja" if is_default else f"{_TEMPLATE_FOLDER}/{label}.jinja"
+            found.setdefault(place, text.encode())
+    return found

@@ -1,0 +1,227 @@
+"""The merged folder's generation config: valid for transformers, and with every end id."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tuneserve.errors import ModelError
+
+NAME = "generation_config.json"
+
+# What transformers refuses when it loads or saves such a config
+# (GenerationConfig.validate(strict=True) of transformers 5.19), hours after the merge. A config
+# that samples nothing must not set these:
+_SAMPLING_FIELDS = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 50,
+    "min_p": None,
+    "top_h": None,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+}
+_BEAM_FIELDS = {"early_stopping": False, "length_penalty": 1.0}
+_OUTPUT_FIELDS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+_CACHE_FIELDS = ("cache_implementation", "cache_config")
+_CACHES = frozenset(
+    """
+    static offloaded_static dynamic offloaded quantized paged sliding_window hybrid hybrid_chunked
+    offloaded_hybrid offloaded_hybrid_chunked
+    """.split()
+)
+# Arguments of generate(), which a saved config must not hold.
+_ARGUMENTS = (
+    "logits_processor",
+    "stopping_criteria",
+    "prefix_allowed_tokens_fn",
+    "synced_gpus",
+    "assistant_model",
+    "streamer",
+    "negative_prompt_ids",
+    "negative_prompt_attention_mask",
+    "compile_config",
+)
+
+
+def generation_config(
+    folders: Iterable[Path],
+    base: Path,
+    config: Mapping[str, Any],
+    tokenizer_ends: list[int],
+    notes: list[str],
+) -> bytes | None:
+    """The first folder's generation config, made valid and with all end ids.
+
+    Args:
+        folders: Where to look for one, in this order.
+        base: The base model's folder.
+        config: Its config.json.
+        tokenizer_ends: End ids of the tokenizers of training.
+        notes: Takes what was repaired.
+
+    Returns:
+        None where no folder has one and config.json names every end id.
+    """
+    path = next((f / NAME for f in folders if (f / NAME).is_file()), None)
+    raw = path.read_bytes() if path else None
+    generation: Any = {}
+    if raw is not None:
+        try:
+            generation = json.loads(raw)
+        except ValueError:
+            generation = None
+        if not isinstance(generation, dict):
+            notes.append(f"{NAME} is not a JSON object: left out")
+            generation, raw = {}, None
+    ends = _ends_of(config)
+    if raw is None:
+        if set(tokenizer_ends) <= set(ends):
+            return None  # a loader makes one of config.json, which is whole
+        names = ("bos_token_id", "pad_token_id")
+        generation = {n: config[n] for n in names if config.get(n) is not None}
+    if (base / NAME).is_file():
+        ends += _ends_of(_read(base / NAME))
+    repaired = _with_all_ends(_valid(generation, notes), [*ends, *tokenizer_ends], notes)
+    if raw is not None and repaired == generation:
+        return raw
+    return (json.dumps(repaired, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{path}: cannot be read as JSON ({error})", expected="JSON, as transformers saves it"
+        ) from error
+    return data if isinstance(data, dict) else {}
+
+
+def _valid(generation: dict[str, Any], notes: list[str]) -> dict[str, Any]:
+    """A copy without what transformers refuses; every repair is noted."""
+    repaired = dict(generation)
+    _repair_sampling(repaired, notes)
+    for why, names in _dead_fields(repaired):
+        for name in names:
+            del repaired[name]
+        if names:
+            notes.append(f"generation config {why}: {', '.join(names)} removed")
+    return repaired
+
+
+def _repair_sampling(repaired: dict[str, Any], notes: list[str]) -> None:
+    """Sampling fields without `do_sample` mean sampling; with an explicit `do_sample: false` they
+    are dead.
+    """
+    sampling = _set_fields(repaired, _SAMPLING_FIELDS)
+    if repaired.get("temperature") == 0 and repaired.get("do_sample") is not False:
+        # Sampling with 0 is refused when it is done; a server without a temperature takes 1.
+        for name in sampling:
+            del repaired[name]
+        repaired.update(do_sample=True, top_k=1)
+        notes.append("generation config has temperature 0, which is top_k 1: written so")
+    elif sampling and repaired.get("do_sample") is None:
+        repaired["do_sample"] = True
+        notes.append(f"generation config sets {', '.join(sampling)}: do_sample set to true")
+    elif sampling and repaired["do_sample"] is not True:
+        for name in sampling:
+            del repaired[name]
+        notes.append(f"generation config does not sample: {', '.join(sampling)} removed")
+
+
+def _dead_fields(config: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
+    """Reasons, and the fields that have to go for each; no field has two."""
+    beams = _number(config.get("num_beams"), 1)
+    answers = _number(config.get("num_return_sequences"), 1)
+    of_beams = _set_fields(config, _BEAM_FIELDS) if beams == 1 else []
+    unknown = config.get("early_stopping") not in (None, True, False, "never")
+    weight = config.get("assistant_ensemble_weight")
+    cache = config.get("cache_implementation")
+    uncached = config.get("use_cache") is False
+    caches = [n for n in _CACHE_FIELDS if uncached and config.get(n) is not None]
+    outputs = [n for n in _OUTPUT_FIELDS if config.get(n) is True]
+    suppressed = set(_as_list(config.get("suppress_tokens")))
+    forced = [
+        name
+        for name in ("forced_bos_token_id", "forced_eos_token_id")
+        if (ids := set(_as_list(config.get(name)))) and ids <= suppressed
+    ]
+
+    def only(name: str, is_dead: bool) -> list[str]:
+        return [name] if is_dead else []
+
+    return [
+        ("holds arguments of generate()", [n for n in _ARGUMENTS if n in config]),
+        ("uses one beam", of_beams),
+        ("stops early in no known way", only("early_stopping", unknown and not of_beams)),
+        (
+            "has a negative pad_token_id",
+            only("pad_token_id", _number(config.get("pad_token_id")) < 0),
+        ),
+        (
+            "asks for no new token",
+            only("max_new_tokens", _number(config.get("max_new_tokens"), 1) < 1),
+        ),
+        (
+            "asks for more answers than it has beams or samples",
+            only(
+                "num_return_sequences",
+                answers > 1
+                and (answers > beams if beams > 1 else config.get("do_sample") is not True),
+            ),
+        ),
+        ("returns no dictionary", [] if config.get("return_dict_in_generate") is True else outputs),
+        ("uses no cache", caches),
+        (
+            "names an unknown cache",
+            only(
+                _CACHE_FIELDS[0], not uncached and cache is not None and str(cache) not in _CACHES
+            ),
+        ),
+        (
+            "weighs its assistant outside 0 to 1",
+            only("assistant_ensemble_weight", weight is not None and not 0 < weight < 1),
+        ),
+        ("forces tokens that it suppresses", forced),
+    ]
+
+
+def _set_fields(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
+    """The fields that are set to something else than their default."""
+    return [n for n, off in defaults.items() if config.get(n) is not None and config[n] != off]
+
+
+def _number(value: Any, default: int = 0) -> int | float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number else default
+
+
+def _with_all_ends(
+    generation: dict[str, Any], known: list[int], notes: list[str]
+) -> dict[str, Any]:
+    """Every id that the base or the tokenizer of training ends at stays one: losing one makes a
+    served model run on.
+    """
+    ends = _as_list(generation.get("eos_token_id"))
+    missing = [i for i in dict.fromkeys(known) if i not in ends]
+    if not missing:
+        return generation
+    notes.append(f"generation config lacked the base's or the tokenizer's end ids {missing}: added")
+    return {**generation, "eos_token_id": [*ends, *missing]}
+
+
+def _ends_of(config: Mapping[str, Any]) -> list[int]:
+    """End ids of a config, also of one that nests its text model's."""
+    text = config.get("text_config")
+    nested = _as_list(text.get("eos_token_id")) if isinstance(text, Mapping) else []
+    return [*_as_list(config.get("eos_token_id")), *nested]
+
+
+def _as_list(value: Any) -> list[int]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list) else [value]
