@@ -15,11 +15,12 @@ from typing import Any
 from tuneserve.checkpoint.headers import DTYPE_BITS, Checkpoint, Shard, TensorInfo
 from tuneserve.errors import AdapterError
 from tuneserve.merge.adapter import FLOAT_DTYPES, Adapter, Lora
-from tuneserve.merge.names import locator, target_matcher
+from tuneserve.merge.names import locator, untouched_targets
 from tuneserve.merge.ties import Ties, find_ties
 
 # Architectures of transformers whose linear layers are Conv1D: the weight is stored as (in, out).
-# It decides square weights; of others the shape tells.
+# Elsewhere a weight is taken for one only where the adapter says so (fan_in_fan_out); a transposed
+# update of a plain layer is a mistake, not another way to store it.
 _CONV1D_MODELS = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer"})
 
 
@@ -96,9 +97,7 @@ class OutputShard:
 
     @property
     def same_layout(self) -> bool:
-        """Whether no shape changed and nothing was added, so that the base's header serves as it
-        is.
-        """
+        """Whether no shape changed and nothing was added: the base's header serves as it is."""
         return [(o.name, o.shape) for o in self.outputs] == [
             (t.name, t.shape) for t in self.source.tensors
         ]
@@ -153,6 +152,7 @@ def plan_merge(
     planner.place_tokens()
     planner.place_nf4(nf4_modules)
     planner.check_complete()
+    planner.check_grown()
     if planner.problems:
         raise AdapterError(
             f"{adapter.folder} does not fit {base.folder}: "
@@ -178,6 +178,7 @@ class _Planner:
         self.dtypes = {name: info.dtype for name, info in base.tensors.items()}
         self.shapes = {name: info.shape for name, info in base.tensors.items()}
         self.aliases = list(self.ties.aliases)
+        self._is_conv1d_model = config.get("model_type") in _CONV1D_MODELS
         if self.ties.new_head and self.ties.new_head not in self.ops:
             # A head of its own starts as what it was tied to.
             info = base.tensors[self.ties.embedding]
@@ -242,30 +243,31 @@ class _Planner:
             fits, flipped = shape == (inner, outer), False
         else:
             fits, flipped = shape == (outer, inner), shape == (inner, outer)
+            flipped = flipped and self._may_be_transposed(lora.module)
         if not fits and not flipped:
             self.problems.append(
                 f"{lora.module}: the update is {outer} x {inner}, {name} has shape {list(shape)}"
             )
             return None
         if fits and flipped:
-            return self._square_is_transposed(lora.module)
+            return self._square_is_transposed()
         return flipped
 
-    def _square_is_transposed(self, module: str) -> bool:
-        """Square weights do not tell; the architecture does. A head is a plain linear layer."""
+    def _may_be_transposed(self, module: str) -> bool:
+        """Whether the module can be a Conv1D. A head never is: it is a plain linear layer."""
         if f"{module}.weight" == self.ties.head or module.rpartition(".")[2] == "lm_head":
             return False
-        if self.config.get("model_type") in _CONV1D_MODELS:
-            return True
-        flipped = [
-            lora
-            for lora in self.adapter.loras.values()
-            if not lora.embedding
+        return self._is_conv1d_model or bool(self.adapter.config.get("fan_in_fan_out"))
+
+    def _square_is_transposed(self) -> bool:
+        """Square weights do not tell; the architecture does, or the other weights."""
+        return self._is_conv1d_model or any(
+            not lora.embedding
             and (name := self.find(f"{lora.module}.weight"))
             and lora.a.shape[1] != lora.b.shape[0]
             and self.shapes[name] == (lora.a.shape[1], lora.b.shape[0])
-        ]
-        return bool(self.adapter.config.get("fan_in_fan_out")) and bool(flipped)
+            for lora in self.adapter.loras.values()
+        )
 
     def _check_magnitude(self, lora: Lora, name: str, transposed: bool) -> None:
         if lora.magnitude is None:
@@ -316,7 +318,7 @@ class _Planner:
                 self.problems.append(f"the base has no {module}.weight, quantized in training")
                 continue
             op = self.ops[name]
-            if op.stored_transposed or self.config.get("model_type") in _CONV1D_MODELS:
+            if op.stored_transposed or self._is_conv1d_model:
                 self.problems.append(f"{name}: Conv1D weights are not taken through NF4")
             self._check_float(name)
             self.ops[name] = replace(op, nf4=True)
@@ -328,26 +330,33 @@ class _Planner:
             )
 
     def check_complete(self) -> None:
-        """No module that the adapter targets may be without its update (an adapter of a smaller
-        base).
-        """
-        targets = target_matcher(self.adapter.config)
-        if targets is None:
-            return
+        """No target of the adapter may be without its update (an adapter of a smaller base)."""
         placed = {self.find(f"{m}.weight") for m in self.adapter.loras}
-        missing = [
-            name
-            for name, shape in self.shapes.items()
-            if name.endswith(".weight")
-            and len(shape) == 2
-            and name not in placed
-            and name not in (self.ties.embedding, self.ties.head, self.ties.new_head)
-            and targets(name.removesuffix(".weight"))
-        ]
+        own = (self.ties.embedding, self.ties.head, self.ties.new_head)
+        matrices = [n for n, s in self.shapes.items() if n.endswith(".weight") and len(s) == 2]
+        missing = untouched_targets(
+            [n for n in matrices if n not in placed and n not in own],
+            self.adapter.config,
+            self.config,
+            self.ties.embedding,
+        )
         if missing:
             self.problems.append(
                 f"the adapter targets {len(missing)} modules of the base for which it has nothing: "
                 f"{', '.join(missing[:5])}"
+            )
+
+    def check_grown(self) -> None:
+        """A vocabulary that grew must have its new rows in the embedding and in the head."""
+        pair = (self.ties.embedding, self.ties.new_head or self.ties.head)
+        if self.ties.tied or not all(name in self.shapes for name in pair):
+            return
+        start = self.base.tensors[self.ties.embedding]  # of a head that the base does not store
+        changed = any(self.shapes[n] != self.base.tensors.get(n, start).shape for n in pair)
+        (least, short), (most, long) = sorted((self.shapes[n][0], n.split(".")[-2]) for n in pair)
+        if changed and least != most:
+            self.problems.append(
+                f"{short} has {least} rows, {long} {most}: the new rows were not saved"
             )
 
     def result(self) -> MergePlan:

@@ -53,9 +53,11 @@ def find_ties(
     problems: list[str],
 ) -> Ties:
     """Recognize the pair and decide whether it stays tied; misfits are added to `problems`."""
-    embeddings = [n for n in base.tensors if _module(n) in _EMBEDDINGS and n.endswith(".weight")]
+    # Heads that predict further tokens (mtp) may keep copies of both; the model does not load them.
+    names = [n for n in base.tensors if n.endswith(".weight") and not n.startswith("mtp")]
+    embeddings = [n for n in names if _module(n) in _EMBEDDINGS]
     embedding = min(embeddings, key=lambda n: (n.count("."), len(n)), default="")
-    stored = [n for n in base.tensors if _module(n) in _HEADS and n.endswith(".weight")]
+    stored = [n for n in names if _module(n) in _HEADS]
     if not embedding or not is_tied(config, bool(stored)):
         return Ties(embedding, stored[0] if stored else "")
     head = stored[0] if stored else _head_name(adapter)
