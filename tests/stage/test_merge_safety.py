@@ -1,4 +1,4 @@
-"""Kills, full disks, second merges, wrong inputs: what is on disk then, and that it resumes."""
+"""Kills, second merges, wrong inputs: what is on disk then, and that it resumes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from merge_house import WIDTH, A, make_adapter, make_base, rewrite, weights
 from tuneserve.checkpoint.fingerprint import fingerprint
-from tuneserve.errors import AdapterError, DiskFull, ModelError, OutOfMemory, OutputExists
+from tuneserve.errors import AdapterError, ModelError, OutOfMemory, OutputExists
 from tuneserve.merge import merge_adapter
 from tuneserve.merge.journal import JOURNAL_NAME, Journal
 from tuneserve.merge.proof import read_proof, verify
 
-WIDTH = 256
 RUN = """
 import sys
 from pathlib import Path
@@ -35,46 +35,6 @@ merge_adapter(base, adapter, out, sample=False, progress=say)
 """
 
 
-def make_base(folder: Path, layers: int = 6, shards: int = 3) -> Path:
-    """A Llama-shaped checkpoint in several files, written directly: no model class is needed."""
-    folder.mkdir(parents=True)
-    generator = torch.Generator().manual_seed(0)
-    weight_map: dict[str, str] = {}
-    for shard in range(shards):
-        tensors = {}
-        if shard == 0:
-            tensors["model.embed_tokens.weight"] = (300, WIDTH)
-        for layer in range(shard, layers, shards):
-            tensors[f"model.layers.{layer}.self_attn.q_proj.weight"] = (WIDTH, WIDTH)
-            tensors[f"model.layers.{layer}.input_layernorm.weight"] = (WIDTH,)
-        name = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
-        values = {
-            k: torch.randn(*s, generator=generator).bfloat16().mul_(0.1) for k, s in tensors.items()
-        }
-        save_file(values, folder / name, {"format": "pt"})
-        weight_map.update(dict.fromkeys(tensors, name))
-    index = {"metadata": {"total_size": 7}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    (folder / "config.json").write_text(
-        json.dumps({"model_type": "llama", "tie_word_embeddings": True, "vocab_size": 300})
-    )
-    return folder
-
-
-def make_adapter(folder: Path, layers: int = 6, **config: Any) -> Path:
-    folder.mkdir(parents=True)
-    generator = torch.Generator().manual_seed(1)
-    tensors = {}
-    for layer in range(layers):
-        prefix = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
-        tensors[f"{prefix}.lora_A.weight"] = torch.randn(8, WIDTH, generator=generator)
-        tensors[f"{prefix}.lora_B.weight"] = torch.randn(WIDTH, 8, generator=generator) * 0.01
-    save_file(tensors, folder / "adapter_model.safetensors")
-    settings = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
-    (folder / "adapter_config.json").write_text(json.dumps({**settings, **config}))
-    return folder
-
-
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
     return make_base(tmp_path / "base")
@@ -83,12 +43,6 @@ def base(tmp_path: Path) -> Path:
 @pytest.fixture
 def adapter(tmp_path: Path) -> Path:
     return make_adapter(tmp_path / "adapter")
-
-
-def weights(folder: Path) -> dict[str, bytes]:
-    """Everything but the proof, whose times differ."""
-    names = sorted(p.name for p in folder.iterdir() if p.name != "mergeproof.json")
-    return {name: (folder / name).read_bytes() for name in names}
 
 
 def test_layout_index_and_metadata_are_the_bases(base: Path, adapter: Path, tmp_path: Path) -> None:
@@ -247,47 +201,6 @@ def test_the_unfinished_work_of_another_merge_is_left_alone(
     assert [p.name for p in out.iterdir()] == [JOURNAL_NAME]
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    place = tmp_path / "disk"
-    place.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", str(place)], check=False
-    )
-    if done.returncode:
-        pytest.skip("file systems cannot be mounted here")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
-
-
-def test_a_small_disk_is_seen_before_a_byte_is_written(
-    base: Path, adapter: Path, small_disk: Path
-) -> None:
-    with pytest.raises(DiskFull, match="bytes\\) needed") as caught:
-        merge_adapter(base, adapter, small_disk / "out", sample=False)
-    assert caught.value.exit_status == 3
-    assert caught.value.details["needed_bytes"] > caught.value.details["free_bytes"]
-    assert [p.name for p in (small_disk / "out").iterdir()] == [JOURNAL_NAME]
-
-
-def test_a_disk_that_fills_up_midway_leaves_the_journal_alone(
-    base: Path, adapter: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tuneserve.merge.run._check_disk", lambda *_: None)
-    with pytest.raises(DiskFull, match="no room left") as caught:
-        merge_adapter(base, adapter, small_disk / "out", sample=False)
-    assert caught.value.details["needed_bytes"] > 700_000
-    assert [p.name for p in (small_disk / "out").iterdir()] == [JOURNAL_NAME]
-
-
-def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
-    path = folder / "adapter_model.safetensors"
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path)
-
-
-A = "base_model.model.model.layers.{}.self_attn.q_proj.lora_A.weight"
 BAD_ADAPTERS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
     "foreign": (lambda t: t.update(x=torch.ones(1)), "x: does not begin with"),
     "prefix twice": (

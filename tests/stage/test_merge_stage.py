@@ -1,4 +1,4 @@
-"""The merge with its neighbours: NF4, the layers of PEFT, the stage, PEFT in memory."""
+"""The merge with its neighbours: NF4, the layers of PEFT, the stage."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, GPT2Config
 
+from merge_house import LINEARS, InProcessSampler, peft_adapter, real_base
 from tuneserve.artifacts import Artifact
-from tuneserve.errors import AdapterError, OutputExists
+from tuneserve.errors import AdapterError
 from tuneserve.merge import merge_adapter
 from tuneserve.merge.proof import read_proof, verify
 from tuneserve.runfile import parse_run
@@ -27,37 +28,6 @@ QUANTIZATION = {
     "blocksize": 64,
     "compute_dtype": "bfloat16",
 }
-LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
-
-def make_base(folder: Path, **changes: Any) -> Path:
-    torch.manual_seed(0)
-    settings: dict[str, Any] = {
-        "vocab_size": 160,
-        "hidden_size": 192,
-        "intermediate_size": 320,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": False,
-        **changes,
-    }
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**settings))
-    model.to(torch.bfloat16).save_pretrained(folder)
-    return folder
-
-
-def make_adapter(base: Path, folder: Path, **lora: Any) -> Path:
-    model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
-    settings = {"r": 8, "lora_alpha": 16, "target_modules": LINEARS, "task_type": "CAUSAL_LM"}
-    peft = get_peft_model(model, LoraConfig(**{**settings, **lora}))
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in peft.named_parameters():
-            if parameter.requires_grad and "magnitude" not in name:
-                parameter.normal_(std=0.03)
-    peft.save_pretrained(folder)
-    return folder
 
 
 def linears(base: Path) -> list[str]:
@@ -82,8 +52,8 @@ def test_nf4_is_what_bitsandbytes_gives_the_adapter(
     """Only quantized modules go through NF4: embeddings, norms and head stay byte for byte."""
     import bitsandbytes.functional as functional
 
-    base = make_base(tmp_path / "base")
-    adapter = make_adapter(base, tmp_path / "adapter", **lora)
+    base = real_base(tmp_path / "base")
+    adapter = peft_adapter(base, tmp_path / "adapter", **lora)
     sidecar(base, adapter, double_quant=double_quant)
 
     merge_adapter(base, adapter, tmp_path / "out", base_weights="nf4", sample=False)
@@ -111,8 +81,8 @@ def test_nf4_is_what_bitsandbytes_gives_the_adapter(
 def test_nf4_in_many_tiles_equals_nf4_of_the_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base = make_base(tmp_path / "base")
-    adapter = make_adapter(base, tmp_path / "adapter")
+    base = real_base(tmp_path / "base")
+    adapter = peft_adapter(base, tmp_path / "adapter")
     sidecar(base, adapter)
     merge_adapter(base, adapter, tmp_path / "whole", base_weights="nf4", sample=False)
     monkeypatch.setattr("tuneserve.merge.tiling.DEFAULT_PIECE_BYTES", 1000)
@@ -122,8 +92,8 @@ def test_nf4_in_many_tiles_equals_nf4_of_the_whole(
 
 
 def test_nf4_needs_the_training_record(tmp_path: Path) -> None:
-    base = make_base(tmp_path / "base")
-    adapter = make_adapter(base, tmp_path / "adapter")
+    base = real_base(tmp_path / "base")
+    adapter = peft_adapter(base, tmp_path / "adapter")
     with pytest.raises(AdapterError, match="does not say how its base was quantized"):
         merge_adapter(base, adapter, tmp_path / "out", base_weights="nf4", sample=False)
     assert not (tmp_path / "out").exists()
@@ -131,7 +101,7 @@ def test_nf4_needs_the_training_record(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "embedding", "conv1d", "nf4"])
 def test_samples_are_compared_with_pefts_own_layer(kind: str, tmp_path: Path) -> None:
-    base = make_base(tmp_path / "base")
+    base = real_base(tmp_path / "base")
     lora: dict[str, Any] = {}
     if kind == "dora":
         lora = {"use_dora": True}
@@ -143,30 +113,16 @@ def test_samples_are_compared_with_pefts_own_layer(kind: str, tmp_path: Path) ->
         config = GPT2Config(vocab_size=160, n_embd=96, n_layer=2, n_head=4)
         base = tmp_path / "gpt2"
         AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(base)
-    adapter = make_adapter(base, tmp_path / "adapter", **lora)
+    adapter = peft_adapter(base, tmp_path / "adapter", **lora)
     if kind == "nf4":
         sidecar(base, adapter)
     weights: Any = "nf4" if kind == "nf4" else "original"
 
-    from tuneserve.merge import run, sample
-
-    asked: list[Any] = []
-
-    class InProcess:
-        def compare(self, wanted: list[dict[str, Any]], nf4: Any) -> dict[str, Any]:
-            asked.extend(wanted)
-            tensors = [sample.compare(item, nf4) for item in wanted]
-            equal = sum(t["bit_equal"] for t in tensors)
-            return {"checked": len(tensors), "bit_equal": equal, "tensors": tensors}
-
-        def close(self) -> None:
-            pass
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "_sampler", lambda *_: InProcess())
+        patch.setattr("tuneserve.merge.sample.Sampler", InProcessSampler)
         result = merge_adapter(base, adapter, tmp_path / "out", base_weights=weights)
 
-    assert result.sampled == len(asked) >= 3
+    assert result.sampled >= 3
     inexact = 1 if kind == "embedding" else 0  # PEFT rounds an embedding's update first
     assert result.sampled_equal == result.sampled - inexact
 
@@ -175,8 +131,8 @@ def test_the_stage_fills_an_artifact_and_checks_with_peft(tmp_path: Path) -> Non
     """The whole stage, with the comparison in its own process; the folder loads strictly."""
     from tuneserve.merge.stage import run
 
-    base = make_base(tmp_path / "base")
-    adapter = make_adapter(base, tmp_path / "adapter")
+    base = real_base(tmp_path / "base")
+    adapter = peft_adapter(base, tmp_path / "adapter")
     sidecar(base, adapter)
     (tmp_path / "out").mkdir()
     left = tmp_path / "work" / "merged"  # by an attempt that was killed while it moved its files
@@ -209,26 +165,3 @@ def test_the_stage_fills_an_artifact_and_checks_with_peft(tmp_path: Path) -> Non
     assert proof["tensors"][f"{name}.weight"]["delta_relative"] == pytest.approx(relative, rel=0.01)
     _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
-
-
-def test_in_memory_is_pefts_own_merge(tmp_path: Path) -> None:
-    """The explicit other way, here for an adapter that streaming refuses."""
-    base = make_base(tmp_path / "base")
-    adapter = make_adapter(base, tmp_path / "adapter")
-    config = json.loads((adapter / "adapter_config.json").read_text())
-    config["layer_replication"] = None
-    config["task_type"] = "FEATURE_EXTRACTION"
-    (adapter / "adapter_config.json").write_text(json.dumps(config))
-    with pytest.raises(AdapterError, match="--in-memory"):
-        merge_adapter(base, adapter, tmp_path / "out")
-
-    result = merge_adapter(base, adapter, tmp_path / "out", in_memory=True)
-
-    model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
-    expected = PeftModel.from_pretrained(model, adapter).merge_and_unload().state_dict()
-    after = load_file(tmp_path / "out" / "model.safetensors")
-    assert all(torch.equal(after[name], expected[name]) for name in expected)
-    assert result.bytes_written > 0
-    verify(tmp_path / "out")
-    with pytest.raises(OutputExists):
-        merge_adapter(base, adapter, tmp_path / "out", in_memory=True)

@@ -132,7 +132,10 @@ def merge(
         Literal["original", "nf4"],
         typer.Option(help="original, or nf4: the dequantized weights that training saw."),
     ] = "original",
-    max_memory: Annotated[str, typer.Option(help="Memory to stay under, e.g. 700MiB.")] = "700MiB",
+    max_memory: Annotated[
+        str | None,
+        typer.Option(help="Memory to stay under; 700MiB, with --in-memory what is free."),
+    ] = None,
     in_memory: Annotated[
         bool, typer.Option("--in-memory", help="Merge with PEFT: whole model in memory.")
     ] = False,
@@ -162,7 +165,7 @@ def merge(
             f"{base_weights!r}; use original or nf4", param_hint="--base-weights"
         )
     try:
-        limit = parse_size(max_memory)
+        limit = parse_size(max_memory or "700MiB")
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--max-memory") from error
     log_to_stderr()
@@ -172,7 +175,7 @@ def merge(
             adapter,
             out,
             base_weights=base_weights,
-            max_memory_bytes=limit,
+            max_memory_bytes=None if in_memory and max_memory is None else limit,
             tokenizer_from=tokenizer_from,
             in_memory=in_memory,
         ).to_json()

@@ -112,15 +112,16 @@ class Adapter:
         names = self.config.get("modules_to_save") or []
         return any(module == n or module.endswith(f".{n}") for n in names)
 
-    def digest(self) -> str:
-        """SHA-256 over the weights file and the config's fields that matter."""
+    def digests(self) -> tuple[str, str]:
+        """SHA-256 of the weights file, and of it with the config's fields that matter."""
         digest = hashlib.sha256()
         with self.shard.file.open("rb", buffering=0) as stream:
             while block := stream.read(4 * 2**20):
                 digest.update(block)
+        weights = digest.hexdigest()
         config = {k: v for k, v in self.config.items() if k not in _NOT_IN_DIGEST}
         digest.update(json.dumps(config, sort_keys=True).encode())
-        return digest.hexdigest()
+        return weights, digest.hexdigest()
 
 
 _NOT_IN_DIGEST = frozenset({"base_model_name_or_path", "peft_version", "auto_mapping"})

@@ -7,9 +7,11 @@ so a folder has either a journal (unfinished) or a `mergeproof.json` (finished).
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -77,14 +79,21 @@ class Journal:
 
     def discard_parts(self) -> None:
         """Remove provisional files, left by a killed attempt or a failure."""
-        for path in self.folder.glob(f".*{PART_SUFFIX}"):
+        for path in self.folder.rglob(f".*{PART_SUFFIX}"):
             path.unlink(missing_ok=True)
 
-    def discard_all(self) -> None:
-        """Remove everything this merge wrote but the journal: a full disk gets its space back."""
+    def discard_all(self, names: Iterable[str]) -> None:
+        """Remove everything this merge wrote but the journal: a full disk gets its space back.
+
+        Args:
+            names: Of the files that it writes, relative to the folder.
+        """
         self.discard_parts()
-        for name in self.finished:
-            (self.folder / name).unlink(missing_ok=True)
+        for path in (self.folder / name for name in names):
+            path.unlink(missing_ok=True)
+            if path.parent != self.folder and path.parent.is_dir():
+                with contextlib.suppress(OSError):  # not empty yet
+                    path.parent.rmdir()
         self.finished.clear()
 
     def complete(self) -> None:
@@ -98,7 +107,9 @@ class Journal:
 
     def _append(self, line: dict[str, Any]) -> None:
         os.lseek(self._descriptor, 0, os.SEEK_END)
-        os.write(self._descriptor, json.dumps(line, sort_keys=True).encode() + b"\n")
+        rest = json.dumps(line, sort_keys=True).encode() + b"\n"
+        while rest:  # a disk that fills up takes a part first
+            rest = rest[os.write(self._descriptor, rest) :]
         os.fsync(self._descriptor)
 
 

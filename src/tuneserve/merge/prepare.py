@@ -35,6 +35,7 @@ class Job:
     nf4: dict[str, Any] | None
     fingerprint: dict[str, Any]
     fingerprint_checked: bool
+    adapter_sha256: str
     key: str
     notes: tuple[str, ...]
 
@@ -52,15 +53,17 @@ def prepare(
         raise OutputExists(f"{out}: is a file", expected="a folder, or a new name")
     checkpoint = Checkpoint.open(base)
     config = small.read_json(base / "config.json")
-    _refuse_quantized(base, config)
+    refuse_quantized(base, config)
     opened = open_adapter(adapter)
     notes: list[str] = []
-    checked = _check_fingerprint(base, adapter, notes)
+    found_base = fingerprint(base)
+    checked = check_fingerprint(found_base, base, adapter, notes)
     nf4, modules = _nf4_settings(adapter) if base_weights == "nf4" else (None, frozenset())
     plan = plan_merge(checkpoint, config, opened, modules)
     _check_aliases(plan)
     found = small.collect(base, config, plan.config, adapter, tokenizer_from)
     small.check_vocabulary(found, plan.vocabulary, adapter)
+    weights_sha256, adapter_digest = opened.digests()
     return Job(
         checkpoint,
         opened,
@@ -69,15 +72,24 @@ def prepare(
         found,
         base_weights,
         nf4,
-        fingerprint(base),
+        found_base,
         checked,
-        _key(checkpoint, opened, found, base_weights, nf4),
+        weights_sha256,
+        _key(checkpoint, adapter_digest, found, base_weights, nf4),
         (*notes, *found.notes),
     )
 
 
-def _refuse_quantized(base: Path, config: Mapping[str, Any]) -> None:
-    settings = config.get("quantization_config") or config.get("compression_config")
+def refuse_quantized(base: Path, config: Mapping[str, Any]) -> None:
+    """A base whose weights are quantized takes no merge.
+
+    Raises:
+        ModelError: It is one.
+    """
+    text = config.get("text_config")
+    parts = [config, text if isinstance(text, Mapping) else {}]
+    names = ("quantization_config", "compression_config")
+    settings = next((part[name] for part in parts for name in names if part.get(name)), None)
     if settings:
         method = settings.get("quant_method", "?") if isinstance(settings, dict) else "?"
         raise ModelError(
@@ -88,16 +100,23 @@ def _refuse_quantized(base: Path, config: Mapping[str, Any]) -> None:
         )
 
 
-def _check_fingerprint(base: Path, adapter: Path, notes: list[str]) -> bool:
-    """Whether the adapter's record of its base was there; it then agrees."""
+def check_fingerprint(
+    found: Mapping[str, Any], base: Path, adapter: Path, notes: list[str]
+) -> bool:
+    """Whether the adapter's record of its base was there; it then agrees with `found`.
+
+    Raises:
+        AdapterError: It is the record of another base; what differs is named.
+    """
     path = adapter / "base_fingerprint.json"
     if not path.is_file():
         notes.append(
             "the adapter does not say which base it was trained on: only shapes were checked"
         )
         return False
-    differences = compare(small.read_json(path), base)
-    if differences:
+    recorded = small.read_json(path)
+    if recorded.get("digest") != found["digest"]:
+        differences = compare(recorded, base)
         more = f" and {len(differences) - 5} more" if len(differences) > 5 else ""
         raise AdapterError(
             f"{base}: is not the base that {adapter} was trained on; "
@@ -156,7 +175,7 @@ def _bytes_differ(first: TensorInfo, second: TensorInfo) -> bool:
 
 def _key(
     base: Checkpoint,
-    adapter: Adapter,
+    adapter_digest: str,
     companions: small.Companions,
     base_weights: BaseWeights,
     nf4: dict[str, Any] | None,
@@ -167,5 +186,5 @@ def _key(
         for s in base.shards
     ]
     files = {name: hashlib.sha256(data).hexdigest() for name, data in companions.files.items()}
-    parts = [FORMAT, shards, adapter.digest(), files, base_weights, nf4, versions()]
+    parts = [FORMAT, shards, adapter_digest, files, base_weights, nf4, versions()]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -8,11 +8,9 @@ on one core SHA-256 is slower than a good disk, so it must not wait for the disk
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import hashlib
 import mmap
-import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -20,11 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tuneserve.errors import DiskFull, ModelError
+from tuneserve.errors import ModelError
 from tuneserve.merge.directio import Sink, Source
 from tuneserve.merge.plan import OutputShard
 from tuneserve.merge.tiling import BUFFERS, Budget, Piece, header_bytes, pieces
-from tuneserve.progress import human_bytes
 
 if TYPE_CHECKING:
     from tuneserve.merge.engine import TileEngine
@@ -59,6 +56,8 @@ class _Channel:
     def __init__(self) -> None:
         self.free: queue.Queue[mmap.mmap] = queue.Queue()
         self.read, self.known, self.merged, self.hashed = (_Moves() for _ in range(4))
+        # The state of the source's hash where the output begins to differ from it.
+        self.shared: Any = None
         self.stop = threading.Event()
         self.failure: BaseException | None = None
 
@@ -131,7 +130,7 @@ class ShardStream:
         """Write the merged shard to `part` and fsync it.
 
         Raises:
-            DiskFull: The disk has no room left.
+            OSError: The disk has no room left, or fails.
             ModelError: The source changed or cannot be read.
             AdapterError: A merged weight is not finite.
         """
@@ -143,12 +142,10 @@ class ShardStream:
         try:
             with contextlib.closing(Sink(part)) as out:
                 self._pass(channel, shard, source, out, report)
-        except OSError as error:
-            raise _readable(error, part) from error
         finally:
             self._sources.pop(shard.source.file).close()
         if channel.failure is not None:
-            raise _readable(channel.failure, part)
+            raise channel.failure
         return report
 
     def _pass(
@@ -160,7 +157,7 @@ class ShardStream:
         threads = [
             channel.guard(lambda: self._read(channel, shard, source, work)),
             channel.guard(lambda: _hash_source(channel, shard, report)),
-            channel.guard(lambda: _hash_output(channel, header, report)),
+            channel.guard(lambda: _hash_output(channel, shard, header, report)),
             channel.guard(lambda: self._write(channel, out, header)),
         ]
         try:
@@ -218,6 +215,8 @@ class ShardStream:
 def _hash_source(channel: _Channel, shard: OutputShard, report: ShardReport) -> None:
     digest = hashlib.sha256(len(shard.source.raw).to_bytes(8, "little") + shard.source.raw)
     for piece, buffer in channel.each(channel.read):
+        if channel.shared is None and not piece.unchanged:
+            channel.shared = digest.copy()
         if piece.hashed:
             with memoryview(buffer)[piece.lead : piece.lead + piece.read_bytes] as view:
                 digest.update(view)
@@ -225,29 +224,23 @@ def _hash_source(channel: _Channel, shard: OutputShard, report: ShardReport) -> 
             channel.known.put((piece, buffer))
         else:
             channel.free.put(buffer)
+    if channel.shared is None:
+        channel.shared = digest.copy()
     report.source_sha256 = digest.hexdigest()
     channel.known.put(None)
 
 
-def _hash_output(channel: _Channel, header: bytes, report: ShardReport) -> None:
-    digest, count = hashlib.sha256(header), len(header)
+def _hash_output(channel: _Channel, shard: OutputShard, header: bytes, report: ShardReport) -> None:
+    """Hash what will be written. What is the same as in the source was hashed there: only its
+    state is taken over, before the first piece that differs or at the end.
+    """
+    digest, count = None if shard.same_layout else hashlib.sha256(header), len(header)
     for piece, buffer in channel.each(channel.merged):
-        with memoryview(buffer)[piece.lead : piece.lead + piece.write_bytes] as view:
-            digest.update(view)
+        if not piece.unchanged:
+            digest = digest or channel.shared
+            with memoryview(buffer)[piece.lead : piece.lead + piece.write_bytes] as view:
+                digest.update(view)
         count += piece.write_bytes
         channel.hashed.put((piece, buffer))
-    report.bytes, report.sha256 = count, digest.hexdigest()
+    report.bytes, report.sha256 = count, (digest or channel.shared).hexdigest()
     channel.hashed.put(None)
-
-
-def _readable(error: BaseException, part: Path) -> BaseException:
-    """A full disk as the error that says so; everything else as it is."""
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        free = os.statvfs(part.parent)
-        return DiskFull(
-            f"{part.parent}: no room left for {part.name} ({error.strerror})",
-            expected="room for the whole output",
-            hint=f"{human_bytes(free.f_bavail * free.f_frsize)} are free; make room, run again",
-            details={"free_bytes": free.f_bavail * free.f_frsize},
-        )
-    return error

@@ -154,6 +154,21 @@ class TensorMerger:
             assert self.op.bias.bias is not None
             addend = self.adapter.rows(self.op.bias.bias, begin, end) * self.op.bias.scale
             self._store(weight, self._exact(weight), addend)
+        self._check_finite(weight)
+
+    def _check_finite(self, weight: torch.Tensor) -> None:
+        """Whatever made the rows: values trained whole, or cast to a narrower dtype, count too."""
+        if not weight.numel():
+            return
+        low, high = torch.aminmax(weight)
+        if not (math.isfinite(low) and math.isfinite(high)):
+            raise AdapterError(
+                f"{self.output.name}: the merged weight is not finite in {self.output.dtype}",
+                expected="finite weights",
+                hint="the adapter diverged in training, or holds or makes values that "
+                f"{self.output.dtype} cannot hold, or the base has values that are not finite",
+                details={"tensor": self.output.name},
+            )
 
     def _delta(self, begin: int, end: int) -> tuple[torch.Tensor, float]:
         """Rows of the scaled update, in the stored orientation, float32; and its squared norm.
@@ -207,8 +222,7 @@ class TensorMerger:
         """Round before + delta into `weight`, and account for what the rounding lost.
 
         Rounding, and how large the change is beside the weights, are measured on the first and then
-        on every fourth tile: it takes as many passes over the memory as the merge itself. That the
-        result is finite is checked on all.
+        on every fourth tile: it takes as many passes over the memory as the merge itself.
         """
         if squared is None:
             squared = float(torch.linalg.vector_norm(delta)) ** 2
@@ -218,14 +232,6 @@ class TensorMerger:
             effect.base += float(torch.linalg.vector_norm(before)) ** 2
         exact = before.add_(delta) if merged is None else merged
         weight.copy_(exact)
-        low, high = torch.aminmax(weight)
-        if not (math.isfinite(low) and math.isfinite(high)):
-            raise AdapterError(
-                f"{self.output.name}: the merged weight is not finite in {self.output.dtype}",
-                expected="finite weights",
-                hint="the adapter diverged in training, or the base has values that are not finite",
-                details={"tensor": self.output.name},
-            )
         effect.delta += squared
         if is_measured:
             rounded = self.scratch.take("rounded", weight.shape).copy_(weight)

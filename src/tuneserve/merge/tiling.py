@@ -52,6 +52,7 @@ class Piece:
         begin: First row of the tile.
         hashed: Whether the bytes read are the next ones of the source file.
         last: Whether the output tensor is complete with this piece.
+        unchanged: Whether the output is, to the end of this piece, byte for byte the source.
     """
 
     read_offset: int
@@ -62,6 +63,7 @@ class Piece:
     begin: int = 0
     hashed: bool = True
     last: bool = False
+    unchanged: bool = False
 
     @property
     def lead(self) -> int:
@@ -93,24 +95,33 @@ def header_bytes(shard: OutputShard) -> bytes:
 def pieces(shard: OutputShard, piece_bytes: int) -> Iterator[Piece]:
     """The pieces after the header, in file order."""
     run_begin = run_end = shard.source.data_begin  # untouched bytes not yet handed out
+    unchanged = shard.same_layout  # else the headers differ already
     own = {info.name: info for info in shard.source.tensors}
     for output in shard.outputs:
         base = own.get(output.name)
         if base is not None and output.op.kind == "copy":
             run_end = base.end
             continue
-        yield from _plain(run_begin, run_end, piece_bytes)
+        yield from _plain(run_begin, run_end, piece_bytes, unchanged=unchanged)
+        unchanged = False
         run_begin = run_end = base.end if base is not None else run_end
         if base is not None and output.op.source is not base:
             yield from _plain(base.begin, base.end, piece_bytes, only_hashed=True)
         yield from _tiles(output, piece_bytes, hashed=output.op.source is base)
-    yield from _plain(run_begin, run_end, piece_bytes)
+    yield from _plain(run_begin, run_end, piece_bytes, unchanged=unchanged)
 
 
-def _plain(begin: int, end: int, piece_bytes: int, only_hashed: bool = False) -> Iterator[Piece]:
+def _plain(
+    begin: int,
+    end: int,
+    piece_bytes: int,
+    *,
+    only_hashed: bool = False,
+    unchanged: bool = False,
+) -> Iterator[Piece]:
     while begin < end:
         count = min(piece_bytes, end - begin)
-        yield Piece(begin, count, 0 if only_hashed else count)
+        yield Piece(begin, count, 0 if only_hashed else count, unchanged=unchanged)
         begin += count
 
 
