@@ -220,6 +220,40 @@ def test_openai_client_unchanged(house: House, first: dict[str, Any]) -> None:
         create(model="somebody-else", messages=chat)
 
 
+@pytest.mark.full
+def test_end_ids_and_sampling_defaults_reach_the_server(
+    house: House, first: dict[str, Any], tmp_path: Path
+) -> None:
+    """An answer ends at an id that config.json alone names; serve.max_tokens holds for everyone."""
+
+    def ask_for_fifty(endpoint: str, name: str, **more: Any) -> dict[str, Any]:
+        chat = [{"role": "user", "content": "What colour is the lamp?"}]
+        body = {"model": name, "messages": chat, "max_tokens": 50, "return_token_ids": True, **more}
+        answer = httpx.post(f"{endpoint}/chat/completions", json=body, timeout=120)
+        return dict(answer.raise_for_status().json()["choices"][0])
+
+    whole = ask_for_fifty(first["endpoint"], "default", temperature=0)["token_ids"]
+    assert len(whole) > 3
+    model = tmp_path / "model"
+    shutil.copytree(house.pico, model)
+    config = json.loads((model / "config.json").read_text())
+    own = {"eos_token_id": config["eos_token_id"]}
+    (model / "generation_config.json").write_text(json.dumps(own))
+    config["eos_token_id"] = [own["eos_token_id"], whole[2]]
+    (model / "config.json").write_text(json.dumps(config))
+    sampling = {"temperature": 0.0, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.0}
+    serve = {"name": "ends", "port": house.port, "max_model_len": 512, "max_tokens": 7, **sampling}
+    made = release(ReleaseRequest(model, serve=ServeSection.model_validate(serve)))
+    try:
+        ended = ask_for_fifty(made["endpoint"], "ends")
+        assert ended["finish_reason"] == "stop"
+        assert ended["token_ids"] == whole[: whole.index(whole[2]) + 1]
+        long = ask_for_fifty(made["endpoint"], "ends", ignore_eos=True)
+        assert (long["finish_reason"], len(long["token_ids"])) == ("length", 7)
+    finally:
+        control.down("ends")
+
+
 def test_langchain_unchanged(house: House, first: dict[str, Any]) -> None:
     from langchain_openai import ChatOpenAI
 

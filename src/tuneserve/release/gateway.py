@@ -35,7 +35,6 @@ _HEALTH_PATH = r"^(?:/([a-z0-9][a-z0-9-]{0,31}))?/health$"
 # Nobody shows a key for /health: it holds no memory and no connection of the gateway for long.
 _HEALTH = {"load_balancing": {"try_duration": "1s", "try_interval": "50ms"}, "request_buffers": 2}
 _STATUS = "{http.error.status_code}"
-_NO_BODY = {"handler": "request_body", "max_size": 1}
 
 
 def caddy_config(places: Layout, listen: Listen) -> dict[str, Any]:
@@ -43,7 +42,7 @@ def caddy_config(places: Layout, listen: Listen) -> dict[str, Any]:
     routes: list[dict[str, Any]] = [
         {
             "match": [{**_matches("uri", _HEALTH_PATH), "method": ["GET", "HEAD"]}],
-            "handle": [_NO_BODY, *_to_server(places, _HEALTH)],
+            "handle": [_no_body(places), *_to_server(places, _HEALTH)],
         },
         {
             "match": [_matches("uri", _API_PATH)],
@@ -148,6 +147,18 @@ def _key_check(places: Layout) -> dict[str, Any]:
                 ],
                 "terminal": True,
             }
+        ]
+    )
+
+
+def _no_body(places: Layout) -> dict[str, Any]:
+    """Refuses a body that is announced; of one that is not, in chunks, nothing is kept."""
+    announced = {"header_regexp": {"Content-Length": {"pattern": "[1-9]"}}}
+    refused = _refusal(places, 413, "/health takes no request body")
+    return _subroute(
+        [
+            {"match": [announced], "handle": refused, "terminal": True},
+            {"handle": [{"handler": "request_body", "max_size": 1}]},
         ]
     )
 
