@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -441,3 +442,16 @@ def test_status_and_logs_tell_what_an_operator_asks(house: House) -> None:
     assert control.log_files(first) == [layout().server_log(first)]
     with pytest.raises(InputError, match="the stage train has no log"):
         control.log_files("train")
+
+
+def test_a_champion_that_is_down_keeps_nobody_out(house: House) -> None:
+    losses = {"base": 3.0, "adapter": 1.0, "merged": 1.0}
+    champion = release(house.request("a", losses=losses))["release"]
+    stub.make_model(house.folder / "a", die="RuntimeError: broken")
+    session = keeper()._session(server_program(champion))
+    assert session is not None
+    os.kill(session, signal.SIGKILL)
+    wait_for(lambda: control.status()["names"]["default"]["state"] != "serving")
+    second = release(house.request("b", losses=losses))
+    assert house.chat().headers["x-tuneserve-release"] == second["release"]
+    assert f"not worse than the champion: {champion} does not answer" in newest_report()

@@ -23,7 +23,13 @@ from tuneserve.release.heldout import Row, spread
 from tuneserve.release.judging import Measured, Subject, judge_candidate, rows_to_score
 from tuneserve.release.model_files import ModelFacts, write_generation
 from tuneserve.release.parity import check_parity
-from tuneserve.release.ready import SHORT_CHAT, check_answers, prompts_of, wait_until_up
+from tuneserve.release.ready import (
+    SHORT_CHAT,
+    check_answers,
+    healthy,
+    prompts_of,
+    wait_until_up,
+)
 from tuneserve.release.request import ReleaseRequest
 from tuneserve.release.supervisor import server_program
 
@@ -144,7 +150,11 @@ def measure_champion(servers: promote.Servers, candidate: Candidate, champion: s
     socket_path = servers.places.socket(champion)
     found, why = safely_measure(socket_path, request.serve.name, champion, rows, folder)
     if found is None:
-        candidate.champion_unknown = why
+        if healthy(socket_path, champion) is None:
+            # Nobody is served by it: to keep the candidate out would keep the product down.
+            candidate.skipped.append(f"not worse than the champion: {champion} does not answer")
+        else:
+            candidate.champion_unknown = why
         return
     folder = servers.places.release_folder(record.id)
     folder.mkdir(parents=True, exist_ok=True)
