@@ -94,7 +94,7 @@ def test_every_rank_stops_for_a_row_of_another(
     tried = attempt.Attempt(context, held_out, held_out, recipe, True, None)  # type: ignore[arg-type]
     with monkeypatch.context() as patch:
         patch.setattr(collective, "totals", totals)
-        with pytest.raises(TrainingDiverged, match=r"step 7: the loss of 1 of 8 .*: eval.jsonl:5\n"):
+        with pytest.raises(TrainingDiverged, match=r"step 7: the loss of 1 of .*: eval.jsonl:5\n"):
             tried._held_out_loss(Model(), 7)
     assert seen == [1, 3, 5, 7]
     # 4 rows of 2 nats over 4 tokens each

@@ -203,6 +203,8 @@ def test_csv(tmp_path: Path) -> None:
     assert read(path)[1][1][0] == "bad_json"
     path.write_text('instruction,output,history\nq,a,[]\nq,a,"[[""u"", ""v""]]"\nq,a,\n')
     assert [row["history"] for _, row in read(path)] == [[], [["u", "v"]], None]
+    path.write_text("prompt,completion,history\nq,a,[May] asked twice\n")
+    assert read(path)[0][1]["history"] == "[May] asked twice"
     path.write_bytes(b"a,a\n1,2\n")
     with pytest.raises(DataError, match="repeated name"):
         read(path)

@@ -56,7 +56,7 @@ def check(conversation: Conversation) -> None:
         elif content is None or (is_blank(content) and role != "tool"):
             what = "null" if content is None else "empty"
             if content and not content.isspace():
-                what = "only white space and characters without width"
+                what = "only white space and characters that nobody sees"
             raise RowError("empty_content", f"turn {number + 1} ({role}) is {what}", path=path)
         elif role == "assistant" and content.strip() in _NULLS:
             message_text = f"turn {number + 1} (assistant) is the word {content.strip()}"

@@ -28,7 +28,7 @@ _BLOCK_ROWS = 256
 MAX_ROW_BYTES = 64 * 2**20
 _BOM = codecs.BOM_UTF8
 # Cells of a CSV file that hold JSON when they begin like it.
-_JSON_CELLS = {"messages", "conversations", "conversation", "tools", "history"}
+_JSON_CELLS = {"messages", "conversations", "conversation", "tools"}
 
 
 @dataclass
@@ -309,7 +309,9 @@ def _csv_row(header: list[str], cells: list[str]) -> dict[str, Any] | RowError:
         message = f"{len(cells)} cells, but the header has {len(header)}"
         return RowError("bad_csv", message, offset=0)
     row: dict[str, Any] = dict(zip(header, cells, strict=True))
-    for name in _JSON_CELLS & row.keys():
+    # Alpaca's history; elsewhere a column of that name is somebody's own.
+    cells = _JSON_CELLS | {"history"} if "instruction" in row else _JSON_CELLS
+    for name in cells & row.keys():
         if row[name].lstrip()[:1] in ("[", "{"):
             try:
                 row[name] = parse_text(row[name])
@@ -340,7 +342,7 @@ def _parquet(path: str, file: int) -> Iterator[Block]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from tuneserve.data.arrowrows import rows_of_batch
+    from tuneserve.data.arrowrows import rows_of_batch, shown_columns
 
     line = 1
     try:
@@ -349,8 +351,9 @@ def _parquet(path: str, file: int) -> Iterator[Block]:
             names = table.schema_arrow.names
             if len(set(names)) != len(names):
                 raise _bad_header(path, names)
+            shown = shown_columns(table.schema_arrow)
             for batch in table.iter_batches(batch_size=_BLOCK_ROWS):
-                rows = rows_of_batch(batch)
+                rows = rows_of_batch(batch, shown)
                 yield Block(file, "rows", line, [(line + i, row) for i, row in enumerate(rows)])
                 line += len(rows)
     except pa.ArrowException as error:

@@ -237,6 +237,8 @@ def _check_overlap(
     """A held-out conversation that is also trained on makes every score too good, be it as the
     beginning of a longer one.
     """
+    if not from_eval.any():
+        return
     same = np.flatnonzero(from_eval & ~first & ~from_eval[duplicate_of])
     shared = {int(i): f"is {_source(sources, spill, duplicate_of[i])}" for i in same}
     wholes, beginnings = spill.digests()[:, 0], spill.column("beginnings")
