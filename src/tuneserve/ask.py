@@ -33,6 +33,12 @@ def ask_endpoint(
             hint="`tuneserve status` shows what serves; `tuneserve run RUN.yaml` starts it",
         )
     endpoint = found["endpoint"]
+    if endpoint is None:  # the client would take another one's, and our key with it
+        raise ServerError(
+            "the gateway does not answer",
+            expected="a gateway that listens where the state says",
+            hint="`tuneserve up` starts it, or says why it does not",
+        )
     if name != found["default"]:
         endpoint = f"{endpoint.removesuffix('/v1')}/{name}/v1"
     # On this machine the key file is ours to read: no need to type a key here.

@@ -28,6 +28,7 @@ from cryptography.x509.oid import NameOID
 
 import release_stub as stub
 from release_house import House, keeper, processes_of, wait_for
+from tuneserve.ask import ask_endpoint
 from tuneserve.errors import GateRefused, PortTaken, RunFileError, ServerError
 from tuneserve.release import control, keep, promote, stage, state, supervisor
 from tuneserve.release.address import Listen, check_port
@@ -168,7 +169,10 @@ def test_a_stranger_on_the_port_is_noticed_though_the_gateway_is_being_restarted
             release(house.request("b"))
         with pytest.raises(PortTaken):
             promote.Servers(layout(), keeper()).ensure_gateway(Listen(**before.gateway))
-        assert control.status()["endpoint"] is None
+        shown = control.status()
+        assert shown["endpoint"] is None and shown["names"]["default"]["endpoint"] is None
+        with pytest.raises(ServerError, match="the gateway does not answer"):
+            ask_endpoint("hi")
         assert state.read(layout()) == before
         assert set(keeper().all()) == {GATEWAY, server_program(champion)}
     made = release(house.request("b"))

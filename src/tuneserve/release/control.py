@@ -94,15 +94,15 @@ def status() -> dict[str, Any]:
     gateway = processes.get(GATEWAY)
     listen = Listen(**known.gateway) if known.gateway else None
     rates = traffic.recent(places.logs / "access.log", known.default or "")
+    ours = listen is not None and entrance.listens(servers.keeper, listen)
     names = {}
     for name, entry in known.names.items():
         prefix = "" if name == known.default else f"/{name}"
         names[name] = {
             **_name_status(servers, name, entry, known, busy.get(name, "")),
             "requests_per_second": rates.get(name, 0.0),
-            "endpoint": f"{listen.base_url}{prefix}/v1" if listen else None,
+            "endpoint": f"{listen.base_url}{prefix}/v1" if listen and ours else None,
         }
-    ours = listen is not None and entrance.listens(servers.keeper, listen)
     return {
         "endpoint": f"{listen.base_url}/v1" if listen and ours else None,
         "gateway": gateway.state.lower() if gateway else "down",
