@@ -28,7 +28,7 @@ def make_base(folder: Path, layers: int = 6, shards: int = 3) -> Path:
     generator = torch.Generator().manual_seed(0)
     weight_map: dict[str, str] = {}
     for shard in range(shards):
-        tensors = {}
+        tensors: dict[str, tuple[int, ...]] = {}
         if shard == 0:
             tensors["model.embed_tokens.weight"] = (300, WIDTH)
         for layer in range(shard, layers, shards):
