@@ -106,6 +106,25 @@ def test_arguments_that_are_no_json(tmp_path: Path, value: Any, code: str, what:
     assert found[0]["prompt"] == "q"
 
 
+@pytest.mark.parametrize(
+    ("type", "holds"),
+    [
+        (pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())])), False),
+        (pa.list_(pa.struct([("f", pa.struct([("arguments", pa.string())]))])), False),
+        (pa.list_(pa.struct([("f", pa.struct([("arguments", pa.struct([]))]))])), True),
+        (pa.large_list(pa.struct([("arguments", pa.float64())])), True),
+        (pa.map_(pa.string(), pa.string()), True),
+        (pa.list_(pa.float64()), False),
+    ],
+)
+def test_only_columns_that_may_hold_arguments_are_walked(type: pa.DataType, holds: bool) -> None:
+    from tuneserve.data.arrowrows import shown_columns
+
+    schema = pa.schema([("prompt", pa.string()), ("rows", type), ("tools", pa.string())])
+    assert shown_columns(schema) == (["rows"] if holds else [])
+    assert shown_columns(pa.schema([("tools", type)])) == ["tools"]
+
+
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     answers = pa.array([b"yes", b"caf\xe9.", b"no"]).view(pa.string())
     table = pa.table({"prompt": ["a", "b", "c"], "completion": answers})

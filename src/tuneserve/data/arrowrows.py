@@ -7,6 +7,7 @@ read as both keys, one null. In arguments and tools that says something else, so
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from tuneserve.data.codes import RowError
@@ -21,19 +22,51 @@ _SHOWN = ("arguments", "tools")
 _UNREADABLE = (ValueError, OverflowError, TypeError, KeyError)
 
 
-def rows_of_batch(batch: pa.RecordBatch) -> list[dict[str, Any] | RowError]:
-    """The rows of a batch, each parsed or with its error."""
+def shown_columns(schema: pa.Schema) -> list[str]:
+    """The columns that may hold arguments or tools in Arrow's types, not as JSON text."""
+    return [field.name for field in schema if _holds_shown(field.type, field.name)]
+
+
+def _holds_shown(type: pa.DataType, name: str) -> bool:
+    import pyarrow as pa
+
+    kinds = pa.types
+    if kinds.is_map(type):  # its keys are data
+        return True
+    if kinds.is_struct(type):
+        return name in _SHOWN or any(_holds_shown(field.type, field.name) for field in type)
+    for inner in ("value_type", "storage_type"):  # of lists and dictionaries, of extensions
+        if hasattr(type, inner):
+            return _holds_shown(getattr(type, inner), name)
+    text = kinds.is_string(type) or kinds.is_large_string(type) or kinds.is_string_view(type)
+    return name in _SHOWN and not (text or kinds.is_null(type))
+
+
+def rows_of_batch(batch: pa.RecordBatch, shown: Collection[str]) -> list[dict[str, Any] | RowError]:
+    """The rows of a batch, each parsed or with its error.
+
+    Args:
+        batch: Of one file.
+        shown: Its `shown_columns`; all others stay as Arrow gives them.
+    """
     try:
         rows: list[dict[str, Any] | RowError] = list(_to_python(batch))
     except _UNREADABLE:  # a row in it: the others are good
         rows = [_one_row(batch.slice(index, 1)) for index in range(batch.num_rows)]
     for index, row in enumerate(rows):
         if not isinstance(row, RowError):
-            try:
-                rows[index] = {key: _as_json(value, (key,)) for key, value in row.items()}
-            except RowError as error:
-                rows[index] = error
+            rows[index] = _with_json(row, shown)
     return rows
+
+
+def _with_json(row: dict[str, Any], shown: Collection[str]) -> dict[str, Any] | RowError:
+    try:
+        for name in shown:
+            row[name] = _as_json(row[name], name in _SHOWN)
+    except _NotJson as error:
+        path = (name, *reversed(error.path))
+        return RowError(error.code, f"{'.'.join(map(str, path))} is {error.what}", path=path)
+    return row
 
 
 def _to_python(batch: pa.RecordBatch) -> list[dict[str, Any]]:
@@ -58,23 +91,41 @@ def _one_row(batch: pa.RecordBatch) -> dict[str, Any] | RowError:
     raise AssertionError("a row is its columns")
 
 
-def _as_json(value: Any, path: tuple[str | int, ...], shown: bool = False) -> Any:
-    """The value; where the model is shown it, without null fields and only of JSON's types."""
-    if isinstance(value, dict):
-        return {
-            key: _as_json(inner, (*path, key), shown or key in _SHOWN)
-            for key, inner in value.items()
-            if inner is not None or not shown
-        }
-    if isinstance(value, list):
-        shown = shown or path[-1] in _SHOWN
-        return [_as_json(inner, (*path, at), shown) for at, inner in enumerate(value)]
+class _NotJson(Exception):
+    """A value that JSON does not have; whoever passes it on adds its own step to the path."""
+
+    def __init__(self, code: str, what: str) -> None:
+        super().__init__(what)
+        self.code, self.what = code, what
+        self.path: list[str | int] = []
+
+
+def _as_json(value: Any, shown: bool) -> Any:
+    """The value; where the model is shown it, without null fields and only of JSON's types.
+
+    Raises:
+        _NotJson: It is shown something else.
+    """
+    at: str | int = 0
+    try:
+        if isinstance(value, dict):
+            made = {}
+            for at, inner in value.items():
+                if inner is not None or not shown:
+                    made[at] = _as_json(inner, shown or at in _SHOWN)
+            return made
+        if isinstance(value, list):
+            items = []
+            for at, inner in enumerate(value):  # noqa: B007 - the path of an error
+                items.append(_as_json(inner, shown))
+            return items
+    except _NotJson as error:
+        error.path.append(at)
+        raise
     if not shown or value is None or isinstance(value, str | int):
         return value
-    where = ".".join(map(str, path))
     if not isinstance(value, float):
-        kind = type(value).__name__
-        raise RowError("bad_type", f"{where} is a {kind}, which JSON does not have", path=path)
+        raise _NotJson("bad_type", f"a {type(value).__name__}, which JSON does not have")
     if not math.isfinite(value):
-        raise RowError("not_finite", f"{where} is {value}, which is no JSON number", path=path)
+        raise _NotJson("not_finite", f"{value}, which is no JSON number")
     return value

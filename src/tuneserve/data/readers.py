@@ -310,8 +310,8 @@ def _csv_row(header: list[str], cells: list[str]) -> dict[str, Any] | RowError:
         return RowError("bad_csv", message, offset=0)
     row: dict[str, Any] = dict(zip(header, cells, strict=True))
     # Alpaca's history; elsewhere a column of that name is somebody's own.
-    cells = _JSON_CELLS | {"history"} if "instruction" in row else _JSON_CELLS
-    for name in cells & row.keys():
+    encoded = _JSON_CELLS | {"history"} if "instruction" in row else _JSON_CELLS
+    for name in encoded & row.keys():
         if row[name].lstrip()[:1] in ("[", "{"):
             try:
                 row[name] = parse_text(row[name])
