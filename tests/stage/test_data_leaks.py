@@ -76,6 +76,28 @@ def test_one_first_turn_for_all_can_still_be_split(tmp_path: Path, base: Path) -
     assert ("hi", "Hello!") in texts_of(tmp_path / "out", "train")
 
 
+def test_a_few_chats_of_one_greeting_can_be_split(tmp_path: Path, base: Path) -> None:
+    first = ("Hello", "Hello! How can I help you today?")
+    rows = [bases.chat(*first), *(bases.chat(*first, f"ask {n}", f"say {n}") for n in range(20))]
+    path = bases.write_jsonl(tmp_path / "rows.jsonl", rows)
+    metrics = run(bases.make_context(tmp_path, base, [path], eval_fraction=0.2))
+    assert 1 <= metrics["eval_rows"] <= 9  # 4 of 20, give or take three deviations
+    assert metrics["eval_rows"] + metrics["train_rows"] == 21
+    assert first in texts_of(tmp_path / "out", "train")
+
+
+def test_a_greeting_in_the_held_out_file_is_a_warning(tmp_path: Path, base: Path) -> None:
+    first = ("Hello", "Hello! How can I help you today?")
+    rows = [bases.chat(*first, f"ask {n}", f"say {n}") for n in range(8)]
+    train = bases.write_jsonl(tmp_path / "train.jsonl", rows)
+    held = bases.write_jsonl(tmp_path / "held.jsonl", [bases.chat("a", "b"), bases.chat(*first)])
+    metrics = run(bases.make_context(tmp_path, base, [train], eval=[str(held)]))
+    assert (metrics["train_rows"], metrics["eval_rows"]) == (8, 2)
+    assert metrics["warnings"] == {"eval_greeting": 1}
+    report = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
+    assert report["warning_places"] == {"eval_greeting": ["held.jsonl:2"]}
+
+
 def test_a_parquet_of_windows_text_ends_with_its_row(tmp_path: Path, base: Path) -> None:
     answers: Any = pa.array([b"yes", b"caf\xe9", b"no"]).view(pa.string())
     path = tmp_path / "rows.parquet"

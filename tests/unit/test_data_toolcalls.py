@@ -99,6 +99,10 @@ def test_a_result_that_is_not_shown_is_still_missed() -> None:
         row(calls(None), result("x")),
         row(calls("A", "B"), end=False),  # the answer to learn is the calls
         row(calls("A"), result("A"), calls("B"), end=False),
+        row(calls("A", None), result(), result("A")),
+        row(calls("A", None), result("A"), result("B")),
+        row(calls(" A", "B\n"), result("A "), result("B")),
+        row(calls(" "), result("")),
     ],
 )
 def test_calls_with_their_results(source: dict[str, Any]) -> None:
@@ -113,6 +117,35 @@ def test_calls_with_their_results(source: dict[str, Any]) -> None:
 def test_results_without_an_id_answer_in_order() -> None:
     messages = made_of(row(calls("A", "B", "C"), result("B"), result(), result())).messages
     assert [m["tool_call_id"] for m in messages[2:5]] == ["B", "A", "C"]
+
+
+@pytest.mark.parametrize(
+    ("source", "called", "answered"),
+    [
+        (row(calls("A", None), result(), result("A")), ["A", "call00001"], ["call00001", "A"]),
+        (row(calls(None, "A"), result("A"), result()), ["call00000", "A"], ["A", "call00000"]),
+        (row(calls("A", "B"), result(), result("A")), ["A", "B"], ["B", "A"]),
+        (row(calls("A", "A", "B"), result("A"), result(), result()), [*"AAB"], [*"AAB"]),
+        (row(calls("A", None), result("X"), result("A")), ["A", "X"], ["X", "A"]),
+        (row(calls(" A"), result("A\n")), ["A"], ["A"]),
+    ],
+)
+def test_which_call_a_result_answers(
+    source: dict[str, Any], called: list[str], answered: list[str]
+) -> None:
+    messages = made_of(source).messages
+    assert [call["id"] for call in messages[1]["tool_calls"]] == called
+    assert [m["tool_call_id"] for m in messages if m["role"] == "tool"] == answered
+
+
+@pytest.mark.parametrize("empty", ["", " \n"])
+def test_an_empty_id_or_name_is_none(empty: str) -> None:
+    source = row(calls("A", "B"), result(), result())
+    for number in (2, 3):
+        source["messages"][number] |= {"tool_call_id": empty, "name": empty}
+    messages = made_of(source).messages
+    assert [m["tool_call_id"] for m in messages[2:4]] == ["A", "B"]
+    assert not any("name" in message for message in messages)
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,8 @@ CODES: dict[str, Code] = _table(
     ("truncated", "warning", "Cut to data.max_length.", "raise data.max_length"),
     ("answer_left_out", "warning", "An answer of a kept row is left out, mostly for its length.",
      "raise data.max_length"),
+    ("eval_greeting", "warning", "A held-out conversation that many trained ones begin with.",
+     "remove it from data.eval: its answer is trained on"),
     ("neutralized", "warning", "Control tokens in the text were defused.", "nothing to do"),
 )  # fmt: skip
 

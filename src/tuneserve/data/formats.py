@@ -170,8 +170,8 @@ def _messages(
         else:
             message["content"] = content
         for name in ("name", "tool_call_id"):
-            if isinstance(turn.get(name), str):
-                message[name] = turn[name]
+            if isinstance(turn.get(name), str) and (text := turn[name].strip()):
+                message[name] = text
         reasoning = turn.get("reasoning") or turn.get("reasoning_content")
         if role == "assistant" and isinstance(reasoning, str) and reasoning:
             message["reasoning"] = reasoning

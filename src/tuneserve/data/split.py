@@ -10,8 +10,9 @@ import numpy.typing as npt
 Bools = npt.NDArray[np.bool_]
 Words = npt.NDArray[np.uint64]
 
-# A conversation that so many others begin with is a greeting, and no reason to keep them together.
-_GREETING = 64
+# What more than so many others begin with, or than one in so many of all, is a greeting, and no
+# reason to keep them together.
+_GREETING, _GREETING_SHARE = 64, 4
 
 
 def first_occurrences(digests: Words) -> tuple[Bools, npt.NDArray[np.int64]]:
@@ -41,8 +42,9 @@ def families(
     """Groups that also keep a conversation beside those that begin with it.
 
     A conversation takes the group of the shortest one that it begins with. Whatever two of them
-    have the same prompt begin with the same ones, so groups only grow. One that more than 64 others
-    begin with would draw all of these to one side: it groups nothing, and is trained on.
+    have the same prompt begin with the same ones, so groups only grow. Where the answers to one
+    prompt are the beginning of too many, it would draw all of these to one side: it groups nothing,
+    and its answers are trained on.
 
     Args:
         groups: Per conversation, the digest of its prompt.
@@ -56,30 +58,55 @@ def families(
     owners = np.repeat(np.arange(len(groups)), counts)
     known = np.isin(beginnings, wholes)
     owners, beginnings = owners[known], beginnings[known]
-    found, followers = np.unique(beginnings, return_counts=True)
-    greetings = found[followers > _GREETING]
-    useful = ~np.isin(beginnings, greetings)
-    owners, shortest = np.unique(owners[useful], return_index=True)
     order = np.argsort(wholes, kind="stable")
-    at = order[np.searchsorted(wholes, beginnings[useful][shortest], sorter=order)]
+    roots = groups[order[np.searchsorted(wholes, beginnings, sorter=order)]]
+    greetings = _greetings(roots, wholes[owners], len(np.unique(wholes)))
+    useful = ~np.isin(roots, greetings)
+    owners, shortest = np.unique(owners[useful], return_index=True)
     made = groups.copy()
-    made[owners] = groups[at]
-    return made, np.isin(made, made[np.isin(wholes, greetings)])
+    made[owners] = roots[useful][shortest]
+    return made, np.isin(made, greetings)
+
+
+def _greetings(roots: Words, followers: Words, conversations: int) -> Words:
+    """The roots that more of so many different conversations begin with than says anything.
+
+    Args:
+        roots: What stands at the beginning, once for each follower.
+        followers: The first word of the digest of the conversation that begins so.
+        conversations: How many different ones there are.
+    """
+    limit = max(1, min(_GREETING, conversations // _GREETING_SHARE))
+    order = np.lexsort((followers, roots))
+    roots, followers = roots[order], followers[order]
+    new = np.ones(len(roots), dtype=bool)
+    new[1:] = (roots[1:] != roots[:-1]) | (followers[1:] != followers[:-1])
+    found, count = np.unique(roots[new], return_counts=True)
+    return found[count > limit]
 
 
 def begun_by_trained(
     wholes: Words, beginnings: Words, counts: npt.NDArray[np.integer[Any]], from_eval: Bools
-) -> dict[int, int]:
-    """Held-out conversations that are the beginning of a trained one, with the first such one.
+) -> tuple[dict[int, int], list[int]]:
+    """Held-out conversations that are the beginning of a trained one.
 
     The arguments are those of `families`, and which conversations are held out.
+
+    Returns:
+        Each with the first trained one that begins so; and those that so many begin with that they
+        are a greeting, by the rule of `families`.
     """
     owners = np.repeat(np.arange(len(wholes)), counts)
-    trained = ~from_eval[owners]
-    words, firsts = np.unique(beginnings[trained], return_index=True)
+    found = ~from_eval[owners] & np.isin(beginnings, wholes[from_eval])
+    owners, beginnings = owners[found], beginnings[found]
+    trained = len(np.unique(wholes[~from_eval]))
+    greetings = _greetings(beginnings, wholes[owners], trained)
+    words, firsts = np.unique(beginnings, return_index=True)
     held = np.flatnonzero(from_eval & np.isin(wholes, words))
-    longer = owners[trained][firsts[np.searchsorted(words, wholes[held])]]
-    return dict(zip(held.tolist(), longer.tolist(), strict=True))
+    longer = owners[firsts[np.searchsorted(words, wholes[held])]]
+    common = np.isin(wholes[held], greetings)
+    pairs = zip(held[~common].tolist(), longer[~common].tolist(), strict=True)
+    return dict(pairs), held[common].tolist()
 
 
 def held_out(groups: Words, seed: int, fraction: float) -> Bools:

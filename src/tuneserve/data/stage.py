@@ -141,7 +141,7 @@ def _second_pass(
     _check_counts(context, sources, spill, findings)
     first, duplicate_of = first_occurrences(spill.digests())
     from_eval = spill.column("files") >= sources.train_count
-    _check_overlap(sources, spill, first, duplicate_of, from_eval)
+    _check_overlap(sources, spill, findings, first, duplicate_of, from_eval)
     keep = first if data.drop_duplicates else np.ones(len(first), dtype=bool)
     findings.reject_duplicates(int((~keep).sum()))
     side = np.where(from_eval, 1, 0).astype(np.int8)
@@ -230,19 +230,23 @@ def _check_counts(
 def _check_overlap(
     sources: Sources,
     spill: Spill,
+    findings: Findings,
     first: npt.NDArray[np.bool_],
     duplicate_of: npt.NDArray[np.int64],
     from_eval: npt.NDArray[np.bool_],
 ) -> None:
     """A held-out conversation that is also trained on makes every score too good, be it as the
-    beginning of a longer one.
+    beginning of a longer one. A greeting that many begin with is only said.
     """
     if not from_eval.any():
         return
     same = np.flatnonzero(from_eval & ~first & ~from_eval[duplicate_of])
     shared = {int(i): f"is {_source(sources, spill, duplicate_of[i])}" for i in same}
     wholes, beginnings = spill.digests()[:, 0], spill.column("beginnings")
-    longer = begun_by_trained(wholes, beginnings, spill.column("beginning_counts"), from_eval)
+    counts = spill.column("beginning_counts")
+    longer, greetings = begun_by_trained(wholes, beginnings, counts, from_eval)
+    for index in greetings:
+        findings.warn("eval_greeting", _source(sources, spill, index))
     for held, trained in longer.items():
         shared.setdefault(held, f"is the beginning of {_source(sources, spill, trained)}")
     if not shared:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -72,7 +73,8 @@ def _call(call: Any, path: Path) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         message = f"the arguments of {name} are {type_name(arguments)}, not an object"
         raise RowError("bad_tool_call", message, path=path)
-    made: dict[str, Any] = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    id = call["id"].strip() if isinstance(call.get("id"), str) else ""
+    made: dict[str, Any] = {"id": id} if id else {}
     try:
         text = _encode(arguments)
     except ValueError as error:
@@ -119,43 +121,66 @@ def read_tools(value: Any) -> list[dict[str, Any]] | None:
 def connect(messages: list[dict[str, Any]]) -> None:
     """Give each call an id, and each result that of the call that it answers.
 
-    Results without an id answer the calls in order. Where no call has an id of its own, as in
-    ShareGPT, results are taken in order whatever their ids, and one may answer several calls.
+    A result without an id answers the first call that no later result names. Where no call has an
+    id of its own, as in ShareGPT, results are taken in order whatever their ids, and one may answer
+    several calls; where only some have, a result's unknown id is that of one that has none.
 
     Raises:
         RowError: A result's id is not that of a call before it, or a call has no result.
     """
     count = 0
-    ids: list[str] = []  # of the calls whose results follow
-    waiting: list[dict[str, Any]] = []
-    turn, own_ids, answered = 0, False, False
-    for number, message in enumerate(messages):
-        if message["role"] == "tool":
-            given, answered = message.get("tool_call_id"), True
-            if given is None and waiting:
-                message["tool_call_id"] = waiting.pop(0)["id"]
-            elif given is not None and own_ids:
-                if given not in ids:
-                    text = (
-                        f"turn {number + 1} is the result of a call {given!r}, but the ids of turn "
-                        f"{turn + 1} are {', '.join(ids)}"
-                    )
-                    path = ("messages", number, "tool_call_id")
-                    raise RowError("unanswered_call", text, path=path)
-                at = next((i for i, call in enumerate(waiting) if call["id"] == given), None)
-                if at is not None:
-                    del waiting[at]
-            elif given is not None and waiting:
-                waiting.pop(0)["id"] = given
-            continue
-        if own_ids and answered and waiting:
-            text = f"the call {waiting[0]['id']!r} of turn {turn + 1} has no result"
-            raise RowError("unanswered_call", text, path=("messages", turn, "tool_calls"))
+    for turn, message in enumerate(messages):
         calls = message.get("tool_calls", [])
-        turn, answered, own_ids = number, False, any(call.get("id") for call in calls)
+        nameless = []
         for index, call in enumerate(calls):
             own = call.pop("id", None)
             # Nine letters and digits, which is what Mistral's templates insist on.
-            calls[index] = {"id": own or f"call{count:05d}", **call}
+            calls[index] = made = {"id": own or f"call{count:05d}", **call}
             count += 1
-        waiting, ids = list(calls), [call["id"] for call in calls]
+            if not own:
+                nameless.append(made)
+        if not calls:
+            continue
+        behind = itertools.islice(messages, turn + 1, None)
+        results = list(itertools.takewhile(lambda other: other["role"] == "tool", behind))
+        waiting = _answer(turn, calls, nameless, results)
+        if results and waiting and len(nameless) < len(calls):
+            text = f"the call {waiting[0]['id']!r} of turn {turn + 1} has no result"
+            raise RowError("unanswered_call", text, path=("messages", turn, "tool_calls"))
+
+
+def _answer(
+    turn: int,
+    calls: list[dict[str, Any]],
+    nameless: list[dict[str, Any]],
+    results: list[dict[str, Any]],
+) -> list[dict[str, Any]]:
+    """Connect the results that follow one turn; the calls that are left are returned."""
+    waiting, ids = list(calls), [call["id"] for call in calls]
+    for at, result in enumerate(results):
+        given = result.get("tool_call_id")
+        if given is None:
+            later = {other.get("tool_call_id") for other in results[at + 1 :]}
+            fitting = [call for call in waiting if call["id"] not in later] or waiting
+        elif len(nameless) == len(calls):
+            fitting = waiting
+        elif given in ids:  # perhaps answered already: a result may be told in two parts
+            fitting = [call for call in waiting if call["id"] == given]
+        else:
+            fitting = [call for call in waiting if call in nameless]
+            if not fitting:
+                number = turn + at + 1
+                text = (
+                    f"turn {number + 1} is the result of a call {given!r}, but the ids of turn "
+                    f"{turn + 1} are {', '.join(ids)}"
+                )
+                path = ("messages", number, "tool_call_id")
+                raise RowError("unanswered_call", text, path=path)
+        if fitting:
+            call = fitting[0]
+            waiting.remove(call)
+            if given is None:
+                result["tool_call_id"] = call["id"]
+            else:
+                call["id"] = given
+    return waiting
