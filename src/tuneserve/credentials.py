@@ -10,12 +10,19 @@ from urllib.parse import parse_qsl, urlsplit
 
 from pydantic_core import PydanticCustomError
 
+from tuneserve.data.files import is_data_file
+
 REFUSED = "address_with_a_secret"
 # Names of query fields that sign a request or stand for a login: presigned URLs of S3
-# (X-Amz-Signature), Google (X-Goog-Signature), Azure (sig), and access tokens.
+# (X-Amz-Signature), Google (X-Goog-Signature), Azure (sig), and access tokens. Whole words at the
+# end: max_tokens and tokenizer say nothing secret.
 _SECRET_FIELD = re.compile(
-    r"signature|token|secret|passw|credential|access_?key|api_?key|^(sig|key|auth|pwd)$", re.I
+    r"(^|[-_.])(signature|credential|secret|password|passwd"
+    r"|(access|auth|session|refresh|id)?[-_]?token|(access|api|secret|private|account)[-_]?key)$"
+    r"|^(sig|key|auth|pwd)$",
+    re.I,
 )
+_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
 def without_secret(address: str) -> str:
@@ -50,6 +57,10 @@ def _secret_in(address: str) -> str:
     if at and parts.scheme in ("http", "https"):  # elsewhere a name alone is a user or a container
         return "a login"
     for name, value in parse_qsl(parts.query):
-        if value and _SECRET_FIELD.search(name):
+        if "/" in name:  # the rest of a path, behind a glob's question mark
+            continue
+        if name.lower() == "key" and ("/" in value or is_data_file(value)):  # an object's name
+            continue
+        if value and _SECRET_FIELD.search(_CAMEL.sub("_", name)):
             return f"a signature or token ({name}=...)"
     return ""
