@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from train_rows import IGNORED, write_rows
 from tuneserve.errors import DataError
-from tuneserve.lm.rows import check_ids, read_rows
+from tuneserve.lm.rows import Rows, check_ids, read_rows
 
 VOCABULARY = 97
 GOOD: tuple[list[int], list[int]] = ([0, 5, 96], [IGNORED, 5, 96])
@@ -40,6 +42,23 @@ def test_a02_ids_and_labels(
     )
     assert "0 to 96" in caught.value.expected and "validate" in caught.value.hint
     assert ("-100" in caught.value.expected) == what.startswith("label")
+
+
+@pytest.mark.parametrize("at", [0, 999_999])
+def test_checking_takes_little_memory(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    monkeypatch.setattr("tuneserve.lm.rows._CHECKED", 1000)
+    ids = np.full(10**6, 5, dtype=np.int32)
+    rows = Rows(ids, ids.copy(), np.array([0, 500_000, 10**6]), ["a:1", "a:2"])
+    tracemalloc.start()
+    try:
+        check_ids(rows, VOCABULARY, "train.parquet")
+        assert tracemalloc.get_traced_memory()[1] < 100_000
+    finally:
+        tracemalloc.stop()
+    rows.labels[at] = 97
+    place = "a:1: label 97 at position 0 " if at == 0 else "a:2: label 97 at position 499999 "
+    with pytest.raises(DataError, match=place):
+        check_ids(rows, VOCABULARY, "train.parquet")
 
 
 def test_good_rows_pass(tmp_path: Path) -> None:

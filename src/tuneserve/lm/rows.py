@@ -16,6 +16,8 @@ IGNORED = -100
 """Label of a position that is not supervised (the value torch's cross entropy ignores)."""
 
 _COLUMNS = ("input_ids", "labels", "source")
+# Ids that are compared at a time: the masks of all would take more memory than the rows.
+_CHECKED = 2**22
 
 
 @dataclass(frozen=True)
@@ -63,18 +65,22 @@ def check_ids(rows: Rows, vocabulary: int, file: str) -> None:
     Raises:
         DataError: The first that is not, with its row, position and value.
     """
-    wrong_id = (rows.ids < 0) | (rows.ids >= vocabulary)
-    wrong_label = (rows.labels != IGNORED) & ((rows.labels < 0) | (rows.labels >= vocabulary))
-    wrong = np.flatnonzero(wrong_id | wrong_label)
-    if not len(wrong):
-        return
-    at = int(wrong[0])
+    for begin in range(0, len(rows.ids), _CHECKED):
+        ids, labels = rows.ids[begin : begin + _CHECKED], rows.labels[begin : begin + _CHECKED]
+        wrong_id = (ids < 0) | (ids >= vocabulary)
+        wrong = wrong_id | ((labels != IGNORED) & ((labels < 0) | (labels >= vocabulary)))
+        if wrong.any():
+            first = int(wrong.argmax())
+            raise _wrong(rows, begin + first, bool(wrong_id[first]), vocabulary, file)
+
+
+def _wrong(rows: Rows, at: int, in_ids: bool, vocabulary: int, file: str) -> DataError:
     row = int(np.searchsorted(rows.starts, at, side="right")) - 1
     position = at - int(rows.starts[row])
     kind, value, allowed = "token id", int(rows.ids[at]), ""
-    if not wrong_id[at]:
+    if not in_ids:
         kind, value, allowed = "label", int(rows.labels[at]), f", or {IGNORED}"
-    raise DataError(
+    return DataError(
         f"{file}: {rows.sources[row]}: {kind} {value} at position {position} is none of the "
         f"model's {vocabulary} embeddings",
         expected=f"0 to {vocabulary - 1}{allowed}: rows tokenized with the tokenizer of this base",
