@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 import sys
@@ -24,6 +23,11 @@ _STAYS = "files that stay as they are while a run reads them"
 _COME_WHOLE = (
     "run again once the delivery is whole; write each file under another name, and rename it when "
     "it is finished"
+)
+# What fsspec's file systems call the version of a file: S3, Azure, Google, the hub, HTTP, disks.
+_VERSIONS = (
+    *("etag", "versionid", "version_id", "generation", "md5hash", "blob_id"),
+    *("lastmodified", "last_modified", "last-modified", "updated", "mtime", "created"),
 )
 _NOT_READ = {"README.md", "LICENSE", "NOTICE", ".gitattributes", ".gitignore"}
 
@@ -101,6 +105,15 @@ class StageCall:
         """The Python that runs the stage."""
         return self.engine.python or sys.executable
 
+    def stamps(self) -> dict[str, list[str]]:
+        """What tells, without reading it, that a data file is another than before."""
+        from tuneserve.data.files import expand_paths
+
+        if not self.spec.uses_files:
+            return {}
+        paths = expand_paths([*self.run.data.train, *self.run.data.eval])
+        return {path: list(_stamp(path)) for path in paths}
+
     def sources(self) -> dict[str, list[dict[str, str]]]:
         """The data files of a stage that reads them, by side: path and SHA-256."""
         if not self.spec.uses_files:
@@ -176,7 +189,8 @@ class StageCall:
         """Refuse a result of files that are not those its id was made of any more.
 
         Args:
-            request: With `key`, `sources` and `base_files` as they were before anything was read.
+            request: With `key`, `sources`, `stamps` and `base_files` as they were before anything
+                was read.
 
         Raises:
             DataError: A data file changed, came or went meanwhile.
@@ -184,8 +198,19 @@ class StageCall:
             the base did so, most likely, after it was loaded: the next run sees another base.
         """
         key, while_read = request["key"], f"changed while stage {self.stage} read"
-        before, after = _by_path(request["sources"]), _by_path(self.sources())
-        if paths := sorted(p for p in {*before, *after} if before.get(p) != after.get(p)):
+        before = _by_path(request["sources"])
+        for path, stamp in request.get("stamps", {}).items():
+            if path in before:  # what did not change is not read again
+                _remember(path, tuple(stamp), before[path])
+        after = _by_path(self.sources())
+        # Also between the key's hashes and the sources'.
+        in_key = {sha256 for side in key.get("files", {}).values() for sha256 in side}
+        paths = sorted(
+            path
+            for path in {*before, *after}
+            if before.get(path) != after.get(path) or before[path] not in in_key
+        )
+        if paths:
             more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
             raise DataError(
                 f"{', '.join(paths[:5])}{more}: {while_read} the data",
@@ -194,10 +219,10 @@ class StageCall:
             )
         changed = []
         template = self.run.model.chat_template if self.spec.uses_files else None
-        if template and file_sha256(Path(template)) != key["config"]["model.chat_template"]:
+        if template and _sha256(Path(template)) != key["config"]["model.chat_template"]:
             changed.append(template)
         if self.base and self.spec.uses_base:
-            now = self.base_files()
+            now = self.base_files() if self.base.is_dir() else {}
             known = request["base_files"].items()
             changed += [str(self.base / name) for name, was in known if now.get(name) != was]
             if not changed and not key["base"].startswith(self._weights_digest()):
@@ -230,17 +255,57 @@ def _file_digests(paths: list[str]) -> list[dict[str, str]]:
     return [{"path": path, "sha256": _digest(path)} for path in expand_paths(paths)]
 
 
+def _sha256(path: Path) -> str:
+    """SHA-256 of a file; empty where it is gone."""
+    try:
+        return file_sha256(path)
+    except FileNotFoundError:
+        return ""
+
+
+# A file is read once a run, though several keys need its hash.
+_known: dict[tuple[str, tuple[str, ...]], str] = {}
+_KNOWN_FILES = 4096
+
+
+def _remember(path: str, stamp: tuple[str, ...], sha256: str) -> None:
+    if not stamp:
+        return
+    while len(_known) >= _KNOWN_FILES:
+        del _known[next(iter(_known))]
+    _known[path, stamp] = sha256
+
+
 def _digest(path: str) -> str:
-    if "://" in path:
-        return _stream_digest(path)
-    stat = os.stat(path)
-    return _local_digest(path, stat.st_size, stat.st_mtime_ns)
+    """SHA-256 of a file's bytes; empty where it went meanwhile."""
+    stamp = _stamp(path)  # first: what changes while it is read has another one afterwards
+    found = _known.get((path, stamp))
+    if found is None:
+        try:
+            found = _stream_digest(path)
+        except FileNotFoundError:
+            return ""
+        _remember(path, stamp, found)
+    return found
 
 
-@functools.lru_cache(maxsize=4096)
-def _local_digest(path: str, size: int, mtime_ns: int) -> str:
-    """A file is read once a run, though several keys need its hash."""
-    return _stream_digest(path)
+def _stamp(path: str) -> tuple[str, ...]:
+    """Size and times of a local file; of a remote one size and what its service calls a version.
+    Empty: nothing that could tell it.
+    """
+    try:
+        if "://" not in path:
+            stat = os.stat(path)
+            return (str(stat.st_size), str(stat.st_mtime_ns), str(stat.st_ctime_ns))
+        import fsspec
+
+        system, place = fsspec.core.url_to_fs(path)
+        system.invalidate_cache()  # listings are kept
+        facts = {name.lower(): value for name, value in system.info(place).items()}
+    except FileNotFoundError:
+        return ()
+    versions = [f"{name}={facts[name]}" for name in _VERSIONS if facts.get(name) is not None]
+    return (str(facts.get("size")), *versions) if versions else ()
 
 
 def _stream_digest(path: str) -> str:

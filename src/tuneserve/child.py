@@ -115,8 +115,12 @@ def _run(spec: StageSpec, request: dict[str, Any]) -> dict[str, Any]:
         with store.draft(id) as draft:
             started, clock = datetime.now(UTC), time.monotonic()
             context = _context(request, run, store, draft.path, draft.work)
+            call = StageCall.from_json(request)
+            if spec.checks_first:
+                call.check_unchanged(request)
             metrics = _entry(spec)(context)
-            StageCall.from_json(request).check_unchanged(request)
+            if not spec.checks_first:
+                call.check_unchanged(request)
             metrics["peak_rss_bytes"] = peak_rss_bytes()
             facts = {
                 "key": request["key"],

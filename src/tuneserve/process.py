@@ -89,6 +89,7 @@ def run_stage(
         "store": str(store.root),
         "id": id,
         "key": key,
+        "stamps": call.stamps(),  # before the hashes of sources
         "sources": call.sources(),
         "base_files": call.base_files(),
     }
@@ -259,7 +260,10 @@ def _read_result(stage: str, path: Path, status: int, tail: list[str]) -> dict[s
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        number = -status if status < 0 else status - 128  # as shells and our SIGTERM handler say it
+        # As shells and our SIGTERM handler say it; 255 is what a broken wrapper ends with.
+        number = -status if status < 0 else status - 128
+        if status > 0 and number not in signal.valid_signals():
+            number = 0
         how = f"was killed by {_signal(number)}" if number > 0 else f"ended with status {status}"
         hint = "signal 9 is often the kernel's answer to too little memory" if number == 9 else ""
         kind = StageKilled if number in FROM_OUTSIDE else StageCrashed

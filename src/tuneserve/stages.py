@@ -31,6 +31,8 @@ class StageSpec:
         code_version: Raised when our own code changes the artifact's bytes.
         uses_base: Whether the base model's fingerprint is part of the key.
         uses_files: Whether the data files' content is part of the key.
+        checks_first: Whether its files must be unchanged when it begins, not when it ends: it reads
+            them at its beginning, and what it makes then takes hours.
     """
 
     name: str
@@ -43,6 +45,7 @@ class StageSpec:
     code_version: int = 1
     uses_base: bool = False
     uses_files: bool = False
+    checks_first: bool = False
 
 
 _TRAIN_FIELDS = (
@@ -86,6 +89,7 @@ STAGES: dict[str, StageSpec] = {
                 "serve.tool_parser",
             ),
             packages=("transformers", "tokenizers", "pyarrow", "jinja2"),
+            code_version=2,  # what is equal, what is kept on one side, null fields of Parquet
             uses_base=True,
             uses_files=True,
         ),
@@ -101,6 +105,7 @@ STAGES: dict[str, StageSpec] = {
             packages=("torch", "transformers", "peft", "trl", "bitsandbytes", "unsloth"),
             code_version=2,  # fused arithmetic, and an optimizer that holds one tensor
             uses_base=True,
+            checks_first=True,
         ),
         StageSpec(
             "merge",
@@ -109,6 +114,7 @@ STAGES: dict[str, StageSpec] = {
             makes="merged",
             inputs=("adapter",),
             packages=("torch", "peft", "bitsandbytes"),
+            code_version=2,  # heads that a config ties only by default, or in a nested part
             uses_base=True,
         ),
         StageSpec(

@@ -140,6 +140,92 @@ def test_what_changed_while_it_was_read_is_refused(
     assert kept(tmp_path) == {again.artifact}
 
 
+def test_a_template_that_goes_while_it_is_read_is_named(tmp_path: Path, pico_model: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages }}")
+    run = run_file(tmp_path, model={"base": str(pico_model), "chat_template": str(template)})
+    asked = StageCall("validate", run, pico_model)
+    request = {"key": asked.key(), "sources": asked.sources(), "base_files": asked.base_files()}
+    asked.check_unchanged(request)
+    template.unlink()
+    with pytest.raises(ModelError) as caught:
+        asked.check_unchanged(request)
+    assert caught.value.message.startswith(f"{template}: changed while stage validate read")
+
+
+def test_a_file_that_changed_between_key_and_sources_is_named(
+    tmp_path: Path, pico_model: Path
+) -> None:
+    asked = StageCall("validate", run_file(tmp_path), pico_model)
+    key = asked.key()
+    (tmp_path / "data.jsonl").write_text('{"messages": [1]}\n')
+    request = {"key": key, "sources": asked.sources(), "base_files": asked.base_files()}
+    with pytest.raises(DataError, match=r"data\.jsonl: changed while stage validate read"):
+        asked.check_unchanged(request)
+
+
+def test_a_remote_file_is_read_once_for_key_and_check(
+    tmp_path: Path, pico_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fsspec
+
+    from tuneserve import calls
+
+    files = fsspec.filesystem("memory")
+    place = f"memory:///{tmp_path.name}/rows.jsonl"
+    files.pipe(place, b'{"messages": []}\n')
+    read: list[str] = []
+    digest = calls._stream_digest
+    monkeypatch.setattr(calls, "_stream_digest", lambda path: read.append(path) or digest(path))
+    asked = StageCall("validate", run_file(tmp_path, data={"train": place}), pico_model)
+    key = asked.key()
+    request = {"key": key, "stamps": asked.stamps(), "sources": asked.sources()}
+    request["base_files"] = asked.base_files()
+    monkeypatch.setattr(calls, "_known", {})  # the check is made in another process
+    asked.check_unchanged(json.loads(json.dumps(request)))
+    assert read == [place]
+    files.pipe(place, b'{"messages": {}}\n')
+    with pytest.raises(DataError, match="changed while stage validate read the data"):
+        asked.check_unchanged(request)
+
+
+def test_training_is_not_thrown_away_for_a_base_that_changed_afterwards(
+    tmp_path: Path, pico_model: Path
+) -> None:
+    base = Path(shutil.copytree(pico_model, tmp_path / "base"))
+    settings = {"do": "change", "file": str(base / "config.json")}
+    asked = StageCall("train", run_file(tmp_path), base, settings=settings)
+    key = asked.key()
+    request = {"key": key, "sources": {}, "base_files": asked.base_files()}
+    made = run_stage(asked, log_line=lambda line: None)
+    assert kept(tmp_path) == {made.artifact} and made.artifact == artifact_id("adapter", key)
+    with pytest.raises(ModelError, match="changed while stage train read"):  # before it begins
+        asked.check_unchanged(request)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "how"),
+    [
+        (255, StageCrashed, "ended with status 255"),
+        (200, StageCrashed, "ended with status 200"),
+        (137, StageKilled, r"was killed by signal 9 \(SIGKILL\)"),
+        (139, StageCrashed, r"was killed by signal 11 \(SIGSEGV\)"),
+        (1, StageCrashed, "ended with status 1"),
+    ],
+)
+def test_only_signals_are_called_so(
+    tmp_path: Path, status: int, kind: type[StageCrashed], how: str
+) -> None:
+    script = tmp_path / "wrapper"
+    asked = f'if [ "$1" = -c ]; then exec {sys.executable} "$@"; fi'  # for its packages
+    script.write_text(f"#!/bin/sh\n{asked}\nexit {status}\n")
+    script.chmod(0o755)
+    run = run_file(tmp_path, engines={"quantize": {"python": str(script)}})
+    with pytest.raises(StageCrashed, match=how) as caught:
+        run_stage(StageCall("quantize", run), log_line=lambda line: None)
+    assert type(caught.value) is kind
+
+
 def test_a_file_that_comes_to_the_base_does_not_cost_a_finished_stage(
     tmp_path: Path, pico_model: Path
 ) -> None:
