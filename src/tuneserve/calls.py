@@ -302,7 +302,7 @@ def _stamp(path: str) -> tuple[str, ...]:
         system, place = fsspec.core.url_to_fs(path)
         system.invalidate_cache()  # listings are kept
         facts = {name.lower(): value for name, value in system.info(place).items()}
-    except FileNotFoundError:
+    except OSError:  # whoever reads it says why
         return ()
     versions = [f"{name}={facts[name]}" for name in _VERSIONS if facts.get(name) is not None]
     return (str(facts.get("size")), *versions) if versions else ()
