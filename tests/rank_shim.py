@@ -1,5 +1,7 @@
 """A rank of a training that misbehaves as `RANK_SHIM` says; else the real one.
 
+RANK_SHIM_DTYPE=float32 chooses the type that every rank computes in, whatever its processor has.
+
 RANK_SHIM="1 error 2"   rank 1 raises a DataError when step 2 is done
 RANK_SHIM="1 kill 2"    rank 1 is killed with signal 9 when step 2 is done
 RANK_SHIM="1 smoke 0"   rank 1 raises a DataError in its first forward pass
@@ -13,6 +15,15 @@ import signal
 import sys
 from pathlib import Path
 from typing import Any
+
+
+def compute_in(name: str) -> None:
+    """Compute in this type, as on a processor that has no other."""
+    import torch
+
+    from tuneserve.lm import hardware
+
+    hardware.compute_dtype = lambda device: getattr(torch, name)
 
 
 def misbehave(what: str, number: int) -> None:
@@ -47,8 +58,10 @@ if __name__ == "__main__":
     from tuneserve.lm.load import quiet_libraries
     from tuneserve.train import rank
 
-    who, what, number = os.environ["RANK_SHIM"].split()
+    quiet_libraries()
+    if dtype := os.environ.get("RANK_SHIM_DTYPE"):
+        compute_in(dtype)
+    who, what, number = os.environ.get("RANK_SHIM", "none of_them 0").split()
     if who == os.environ["RANK"]:
-        quiet_libraries()
         misbehave(what, int(number))
     sys.exit(rank.main(Path(sys.argv[1])))

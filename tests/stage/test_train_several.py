@@ -1,7 +1,8 @@
 """Two processes train what one does: the same rows in the same steps, the same losses.
 
 On a machine without GPUs they talk through gloo; on one with two, through NCCL. Losses of two
-processes equal those of one within 1e-4 of their size: sums are taken in another order.
+processes equal those of one within 1e-4 of their size: sums are taken in another order. All compute
+in float32, also where the processor has bfloat16, whose rounding is coarser than that.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ from tuneserve.train import launch, rank
 from tuneserve.train.checkpoints import SEAL
 from tuneserve.train.stage import run
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "float32")
 
 TRAIN = {
     "effective_batch": 8,
@@ -48,7 +50,19 @@ Trained = tuple[StageContext, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory, pico_model: Path, dataset: Artifact) -> Trained:
+def float32() -> Iterator[None]:
+    """In this process, and in the ranks that it starts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tuneserve.lm.hardware.compute_dtype", lambda device: torch.float32)
+        patch.setattr(launch, "_RANK", (str(SHIM),))
+        patch.setenv("RANK_SHIM_DTYPE", "float32")
+        yield
+
+
+@pytest.fixture(scope="module")
+def alone(
+    tmp_path_factory: pytest.TempPathFactory, pico_model: Path, dataset: Artifact, float32: None
+) -> Trained:
     context = make_context(
         tmp_path_factory.mktemp("one"), pico_model, {"dataset": dataset}, TRAIN, {"micro_batch": 2}
     )
@@ -128,7 +142,6 @@ def test_what_does_not_fit_on_one_rank_is_tried_smaller_on_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Begun by one process, gone on with by two, of which one has room for two rows only."""
-    monkeypatch.setattr(launch, "_RANK", (str(SHIM),))
     monkeypatch.setenv("RANK_SHIM", "1 room 2")
     context = several(tmp_path, pico_model, dataset, micro_batch=4)
     going_on(context, alone[0], 2)
@@ -143,7 +156,6 @@ def test_what_does_not_fit_on_one_rank_is_tried_smaller_on_all(
 def test_what_fits_nowhere_on_one_rank_is_told_by_it(
     tmp_path: Path, pico_model: Path, dataset: Artifact, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "_RANK", (str(SHIM),))
     monkeypatch.setenv("RANK_SHIM", "1 room 0")
     context = several(tmp_path, pico_model, dataset, micro_batch=1)
     with pytest.raises(OutOfMemory, match="rank 1: CUDA out of memory"):
@@ -165,7 +177,6 @@ def test_the_call_after_a_smoke_step_that_failed_on_one_rank_begins_at_the_top(
     shim: str,
     kind: type[Exception],
 ) -> None:
-    monkeypatch.setattr(launch, "_RANK", (str(SHIM),))
     monkeypatch.setenv("RANK_SHIM", shim)
     context = several(tmp_path, pico_model, dataset, max_steps=1)
     with pytest.raises(kind):
@@ -223,7 +234,6 @@ def test_a_checkpoint_of_other_steps_is_refused(
 def test_the_error_of_one_rank_ends_all(
     tmp_path: Path, pico_model: Path, dataset: Artifact, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "_RANK", (str(SHIM),))
     monkeypatch.setenv("RANK_SHIM", "1 error 2")
     context = several(tmp_path, pico_model, dataset)
     with pytest.raises(DataError, match="row 2 is bad") as caught:
@@ -244,7 +254,6 @@ def test_a_killed_rank_ends_all_and_the_next_call_goes_on(
     alone: Trained,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(launch, "_RANK", (str(SHIM),))
     monkeypatch.setenv("RANK_SHIM", "1 kill 3")
     context = several(tmp_path, pico_model, dataset)
     with pytest.raises(StageKilled, match="rank 1 .* signal 9") as caught:
