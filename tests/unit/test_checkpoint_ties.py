@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tuneserve.checkpoint.ties import TIED_BY_DEFAULT, is_tied
+from tuneserve.checkpoint.ties import TIED_BY_DEFAULT, UNTIED_BY_DEFAULT, is_tied
 from tuneserve.plan.arch import LLAMA_LIKE, arch_from_config
 from tuneserve.quantize.checks import head_problems
 
@@ -35,6 +35,8 @@ SIZES = {
         ({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}, None, True),
         ({"model_type": "llama"}, True, False),
         ({"model_type": "llama"}, None, False),
+        ({"model_type": "llama"}, False, False),  # untied by default: the head is missing
+        ({"model_type": "mistral3", "text_config": {"model_type": "mistral"}}, False, True),
         ({"model_type": "novel"}, False, True),  # it can be nothing else
         ({"model_type": "novel", "text_config": None}, False, True),
     ],
@@ -48,7 +50,7 @@ def test_the_flag_wherever_it_stands(
 def test_families_without_the_flag_are_as_transformers_takes_them() -> None:
     transformers = pytest.importorskip("transformers")
     mapping = transformers.models.auto.configuration_auto.CONFIG_MAPPING
-    for family in {*TIED_BY_DEFAULT, *LLAMA_LIKE}:
+    for family in {*TIED_BY_DEFAULT, *UNTIED_BY_DEFAULT, *LLAMA_LIKE}:
         default = mapping[family]().tie_word_embeddings
         assert (family in TIED_BY_DEFAULT) is default, family
 
@@ -65,3 +67,5 @@ def test_gemma_s_hub_config_is_exported_and_planned_as_tied() -> None:
     assert "lm_head.weight is missing" in found[0]
     packed = {**tensors, "lm_head.qweight": 0}
     assert "quantized" in head_problems(packed, gemma)[0]
+    llama = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    assert "lm_head.weight is missing" in head_problems(tensors, llama)[0]

@@ -15,6 +15,15 @@ TIED_BY_DEFAULT = frozenset(
     zamba2
     """.split()
 )
+# Families whose config classes do not, so that a head that is nowhere is missing.
+UNTIED_BY_DEFAULT = frozenset(
+    """
+    apertus arcee codegen deepseek_v2 deepseek_v3 exaone4 falcon_h1 glm glm4 glm4_moe gpt_neox
+    gpt_oss gptj granite granitemoe helium hunyuan_v1_dense hunyuan_v1_moe jamba llama ministral
+    ministral3 mistral mixtral nemotron olmo olmo2 olmo3 olmoe persimmon phi phi3 phimoe qwen2
+    qwen2_moe qwen3 qwen3_moe qwen3_next seed_oss stablelm
+    """.split()
+)
 
 
 def is_tied(config: Mapping[str, Any], head_stored: bool | None) -> bool:
@@ -34,4 +43,6 @@ def is_tied(config: Mapping[str, Any], head_stored: bool | None) -> bool:
         return bool(flag)
     if {str(part.get("model_type")) for part in (config, nested)} & TIED_BY_DEFAULT:
         return True
+    if not nested and str(config.get("model_type")) in UNTIED_BY_DEFAULT:
+        return False
     return head_stored is False  # without a head of its own it can only be tied
