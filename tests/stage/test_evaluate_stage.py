@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -190,6 +191,26 @@ def test_every_tool_call_is_asked_wherever_it_stands(pico_model: Path, tmp_path:
         assert entry["start"] == len(entry["prompt"])
     few = answers.structured_rows(rows, dataset.path, 6)
     assert len({entry["source"] for entry in few}) == 6  # each chat before one a second time
+
+
+def test_prompts_that_are_not_asked_take_no_memory(pico_model: Path, tmp_path: Path) -> None:
+    """Those of every answer grow with the square of a conversation's length."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(pico_model)
+    dataset = pico_dataset(tmp_path / "dataset", pico_model, rows=1)
+    asked, said = tokenizer.encode("what is it? "), tokenizer.encode('{"it": 1}')
+    ids, labels = (asked + said) * 500, ([IGNORED] * len(asked) + said) * 500
+    write_rows(dataset.path / "eval.parquet", [(ids, labels)], "eval")
+    rows = read_token_rows(dataset.path / "eval.parquet")
+    answers.structured_rows(rows, dataset.path, 1)  # imports
+    tracemalloc.start()
+    found = answers.structured_rows(rows, dataset.path, 2)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert [entry["prompt"] for entry in found] == [asked, [*asked, *said, *asked]]
+    all_of_them = 500 * len(ids) // 2 * 8  # pointers alone
+    assert peak < all_of_them / 4
 
 
 def tool_chats() -> list[dict[str, Any]]:

@@ -78,11 +78,13 @@ def structured_rows(rows: Rows, dataset: Path, most: int) -> list[dict[str, Any]
                         "source": rows.sources[index],
                         "start": start,
                         "kind": kind,
-                        "prompt": ids[:start].tolist(),
                         "max_tokens": min(2 * (end - start) + 16, _LONGEST_ANSWER),
                     }
                 )
-    return [found[place] for place in round_robin([row["source"] for row in found], most)]
+    chosen = [found[place] for place in round_robin([row["source"] for row in found], most)]
+    for answer in chosen:  # of these alone: the prompts of all may be many times the rows
+        answer["prompt"] = rows.row(answer["row"])[0][: answer["start"]].tolist()
+    return chosen
 
 
 def answer_structured(model: Any, chosen: Sequence[dict[str, Any]], dataset: Path) -> None:
