@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tuneserve.calls import StageCall, StageResult
+from tuneserve.checkpoint.basecheck import read_config
 from tuneserve.config import RunFile
 from tuneserve.errors import (
     GateRefused,
@@ -20,6 +21,8 @@ from tuneserve.errors import (
     StageKilled,
     TuneserveError,
 )
+from tuneserve.plan.arch import Arch, arch_from_config
+from tuneserve.plan.checks import known_to_fail
 
 log = logging.getLogger(__name__)
 
@@ -50,14 +53,15 @@ def check_held_out(run: RunFile, held_out: int | None) -> None:
     if not gates.enabled or gates.allow_undecided or most >= gates.min_conversations:
         return
     few = f"gates.eval_rows is {most}"
+    more = f"raise gates.eval_rows to at least {gates.min_conversations}"
     if held_out == most:
         few = f"{held_out} conversation{'s are' if held_out != 1 else ' is'} held out"
+        more = "raise data.eval_fraction or name data.eval"
     raise RunFileError(
         f"{few}, and the gates decide nothing on fewer than {gates.min_conversations} "
         "conversations (gates.min_conversations)",
         expected="enough held-out conversations to judge the result",
-        hint="raise data.eval_fraction or name data.eval; or set gates.allow_undecided to promote "
-        "without a decision",
+        hint=f"{more}; or set gates.allow_undecided to promote without a decision",
     )
 
 
@@ -92,7 +96,8 @@ def release_best(
     execute: Execute,
     hints: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Go down `quantize.methods` until one is promoted.
+    """Go down `quantize.methods` until one is promoted; a method that is known to fail for the
+    base's architecture is passed over.
 
     Args:
         run: The run file.
@@ -105,17 +110,21 @@ def release_best(
         The release's metrics; `rungs` says what became of each export that was tried.
 
     Raises:
-        GateRefused: Every rung was refused, by a gate or as an export that cannot be served; what
-            was serving goes on serving.
-        TuneserveError: The only failure, or the last where neither a gate nor a check refused.
+        GateRefused: Every rung was refused, by a gate or as an export that cannot be made or
+            served; what was serving goes on serving.
+        TuneserveError: The only failure, or the first that another attempt may mend: a server, the
+            memory, a process that was killed. Its details hold `rungs`.
     """
     inputs = {name: artifacts[name] for name in ("merged", "dataset", "evaluation")}
     made = {name: artifacts[name] for name in ("merged", "dataset")}
     rungs: list[dict[str, str]] = []
     refusals: list[TuneserveError] = []
+    arch = _arch(base)
     for method in run.quantize.methods:
         offered = dict(inputs)
         try:
+            if arch and (reason := known_to_fail(arch, method)):
+                raise QuantizeError(reason)
             if method != "none":
                 found = quantize(run, base, made, method, execute).artifact
                 assert found is not None
@@ -133,6 +142,13 @@ def release_best(
     raise _all_refused(run, refusals, rungs)
 
 
+def _arch(base: Path) -> Arch | None:
+    try:
+        return arch_from_config(read_config(base))
+    except TuneserveError:  # a stage that reads it says more; nothing is known to fail
+        return None
+
+
 def _rung(method: str, error: TuneserveError) -> dict[str, str]:
     settings = error.details.get("would_pass") or []
     return {
@@ -147,10 +163,13 @@ def _all_refused(
     run: RunFile, refusals: list[TuneserveError], rungs: list[dict[str, str]]
 ) -> TuneserveError:
     last = refusals[-1]
+    if len(refusals) == 1:
+        return last
+    for error in refusals:
+        if not isinstance(error, (GateRefused, QuantizeError)):
+            error.details["rungs"] = rungs  # the others were refused, but this one may yet pass
+            return error
     judged = [error for error in refusals if isinstance(error, GateRefused)]
-    unusable = all(isinstance(error, QuantizeError) for error in refusals)
-    if len(refusals) == 1 or not (judged or unusable):
-        return last  # a server or the memory failed: the last failure says what to mend
     lines = [f"{r['method']}: {r['decision']}: {r['reason']}" for r in rungs]
     passing = [f"{r['method']} with {r['would_pass']}" for r in rungs if r["would_pass"]]
     if "none" not in run.quantize.methods:

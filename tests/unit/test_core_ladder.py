@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -90,11 +91,39 @@ def test_the_only_rung_s_own_error_is_the_run_s() -> None:
     with pytest.raises(GateRefused) as caught:
         release_best(run(), BASE, dict(HAVE), Stages(quantize=["quantized-g"], release=[alone]), {})
     assert caught.value is alone
-    dead = ServerError("no vLLM")
-    stages = Stages(quantize=["q", "q"], release=[ServerError("first"), dead])
-    with pytest.raises(ServerError) as last:
-        release_best(run(quantize={"methods": ["gptq", "awq"]}), BASE, dict(HAVE), stages, {})
-    assert last.value is dead  # no gate was asked
+
+
+@pytest.mark.parametrize("lasting", [refusal("lost 30 %"), QuantizeError("no group fits")])
+@pytest.mark.parametrize(
+    "passing", [StageKilled("signal 9"), OutOfMemory("no KV cache"), ServerError("no vLLM")]
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_what_another_attempt_may_mend_is_no_refusal(
+    lasting: TuneserveError, passing: TuneserveError, first: bool
+) -> None:
+    """A refusal is recorded and never tried again."""
+    errors = [passing, lasting] if first else [lasting, passing]
+    stages = Stages(quantize=["q"], release=list(errors))
+    chosen = run(quantize={"methods": ["gptq", "none"]})
+    with pytest.raises(type(passing)) as caught:
+        release_best(chosen, BASE, dict(HAVE), stages, {})
+    assert caught.value is passing
+    rungs = [rung["reason"] for rung in passing.details["rungs"]]
+    assert rungs == [error.message for error in errors]
+
+
+def test_a_method_that_is_known_to_fail_is_passed_over(tmp_path: Path) -> None:
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = {"model_type": "gemma3_text", "vocab_size": 100, **shape}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    stages = Stages(quantize=["q"], release=[PROMOTED])
+    chosen = run(quantize={"methods": ["awq", "gptq", "none"]})
+    found = release_best(chosen, tmp_path, dict(HAVE), stages, {})
+    assert [(r["method"], r["decision"]) for r in found["rungs"]] == [
+        ("awq", "failed"), ("gptq", "passed"),
+    ]  # fmt: skip
+    assert "gemma3_text cannot be exported by awq" in found["rungs"][0]["reason"]
+    assert [call.settings.get("method") for call in stages.calls] == ["gptq", None]
 
 
 def test_an_export_that_does_not_fit_is_a_rung_that_failed() -> None:
@@ -140,7 +169,7 @@ def test_the_last_report_is_kept_when_all_are_refused() -> None:
         return GateRefused("worse", details=details)
 
     stages = Stages(
-        quantize=["g", QuantizeError("AWQ failed")], release=[judged("/r1"), ServerError("none")]
+        quantize=["g", QuantizeError("AWQ failed")], release=[judged("/r1"), QuantizeError("none")]
     )
     with pytest.raises(GateRefused) as caught:
         chosen = run(quantize={"methods": ["gptq", "awq", "none"]})
@@ -191,8 +220,9 @@ def test_too_few_held_out_rows_are_refused_before_anything_is_spent() -> None:
     with pytest.raises(RunFileError, match="3 conversations are held out.*than 8") as caught:
         check_held_out(run(), 3)
     assert "data.eval_fraction" in caught.value.hint
-    with pytest.raises(RunFileError, match="gates.eval_rows is 4"):
+    with pytest.raises(RunFileError, match="gates.eval_rows is 4") as caught:
         check_held_out(run(gates={"eval_rows": 4}), 100)
+    assert "raise gates.eval_rows to at least 8;" in caught.value.hint
     for fine in (
         (run(), 8), (run(), None), (run(gates={"allow_undecided": True}), 0),
         (run(gates={"enabled": False}), 0), (run(gates={"min_conversations": 3}), 3),

@@ -125,6 +125,38 @@ def test_a_small_model_need_not_be_served_in_4_bits(
     assert why in out.read_text()
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"intermediate_size": 11000},  # 32 does not divide it
+        {"model_type": "phi3"},  # known to fail
+        {"model_type": "qwen3_moe"},  # listed, and not tested
+        {
+            "model_type": "mistral3",
+            "architectures": ["Mistral3ForConditionalGeneration"],
+            "text_config": {**SHAPE, "model_type": "mistral"},
+        },
+        {
+            "model_type": "gemma3",
+            "architectures": ["Gemma3ForConditionalGeneration"],
+            "text_config": {**SHAPE, "model_type": "gemma3_text"},
+        },
+    ],
+)
+@pytest.mark.parametrize("memory", [None, 24 * GIB])
+def test_what_cannot_be_exported_is_served_in_16_bits(
+    tmp_path: Path, local: Path, changes: dict[str, Any], memory: int | None
+) -> None:
+    config = json.loads((local / "config.json").read_text())
+    if "text_config" in changes:
+        changes["text_config"]["vocab_size"] = config["vocab_size"]
+    (local / "config.json").write_text(json.dumps({**config, **changes}))
+    data, out = chats(tmp_path / "a.jsonl"), tmp_path / "run.yaml"
+    init_run([str(data)], out, base=str(local), gpu_memory_bytes=memory)
+    assert load_run_file(out).quantize.methods == ["none"]
+    assert "no 4-bit export of this family" in out.read_text()
+
+
 def test_what_is_there_is_not_overwritten(tmp_path: Path, local: Path) -> None:
     data, out = chats(tmp_path / "a.jsonl"), tmp_path / "run.yaml"
     out.write_text("mine")

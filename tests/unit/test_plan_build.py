@@ -264,7 +264,7 @@ def test_a_card_that_torch_cannot_use_stops_the_run(
     assert error.message.startswith("torch 2.13.0+cpu cannot use the card: ")
     assert error.expected == "a torch that is built for CUDA"
     assert "rm -rf .venv; make venv ACCEL=cuda" in error.hint
-    assert "CUDA_VISIBLE_DEVICES=" in error.hint
+    assert "CUDA_VISIBLE_DEVICES=` (before `prefect worker start`" in error.hint
     assert not (base / "out").exists() and not (base / "work").exists()
 
     plan_run(run(base))  # a plan alone spends nothing: it says so and goes on

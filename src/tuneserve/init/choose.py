@@ -14,7 +14,7 @@ from tuneserve.errors import RunFileError
 from tuneserve.init.look import DataLook
 from tuneserve.plan.arch import Arch
 from tuneserve.plan.build import Plan, plan_for
-from tuneserve.plan.checks import QUANTIZABLE
+from tuneserve.plan.checks import exportable
 from tuneserve.plan.machine import GpuProcess, Machine
 from tuneserve.plan.speed import step_seconds
 from tuneserve.progress import human_seconds, many
@@ -147,7 +147,7 @@ def _draft(
     else:
         train.update(max_steps=_CPU_STEPS, save_steps=10)
     quantize: dict[str, Any] = {"methods": _methods(arch, gpu=gpu)}
-    if arch.model_type in QUANTIZABLE:
+    if exportable(arch):
         quantize["group_size"] = next(
             group
             for group in _GROUPS
@@ -173,7 +173,7 @@ def _methods(arch: Arch, *, gpu: bool) -> list[str]:
     """The ladder of exports. Small models lose much to 4 bits: SmolLM2-135M 0.24 nats a token of
     chats on which a short training had gained 0.06, and the gates refused that rightly.
     """
-    if arch.model_type not in QUANTIZABLE:
+    if not exportable(arch):
         return ["none"]
     if arch.weights > _SMALL_MODEL:
         return ["gptq"]
@@ -282,6 +282,7 @@ def _finished(choice: Choice, arch: Arch, look: DataLook | None) -> Choice:
         steps = math.ceil(look.rows * (1 - run.data.eval_fraction) / step.micro_batch)
         total = seconds * steps / step.accumulation * run.train.epochs
         why["train.epochs"] += f", predicted to take {human_seconds(total)}"
+    choice.notes += [said for said in plan.warnings if said.startswith("quantize.methods")]
     if look is not None:
         choice.notes += _too_few_held_out(run, round(look.rows * run.data.eval_fraction))
     if (cards := plan.machine.gpus or 1) > 1:
@@ -292,10 +293,8 @@ def _finished(choice: Choice, arch: Arch, look: DataLook | None) -> Choice:
     why["train.save_steps"] = "a run that was killed goes on from the last checkpoint"
     if run.train.learning_rate > 2e-4:
         why["train.learning_rate"] = "small models learn at higher rates than large ones"
-    if arch.model_type not in QUANTIZABLE:
-        why["quantize.methods"] = (
-            f"{arch.model_type} is served in 16 bits: no 4-bit kernel knows it"
-        )
+    if not exportable(arch):
+        why["quantize.methods"] = "16 bits: no 4-bit export of this family and these sizes is known"
     elif run.quantize.methods == ["none"]:
         why["quantize.methods"] = "16 bits: small models lose to 4 bits what they learned; or gptq"
     elif "none" in run.quantize.methods:

@@ -10,12 +10,11 @@ from tuneserve.plan.arch import Arch, Linear
 from tuneserve.plan.rows import DataShape
 from tuneserve.quantize.calibration import enough
 from tuneserve.quantize.checks import KERNEL_FEATURES
+from tuneserve.quantize.support import architecture_problems
 from tuneserve.train.recipe import uneven
 
 # Model types of which `test_quantize_families` exports a small model by both methods, and of which
-# vLLM 0.32.0 knows the architecture. GPTQModel 7.6.0 lists more; of those that were tried it splits
-# the fused layers of phi3, glm and glm4, leaves the experts of mixtral and olmoe unnamed as stored,
-# and does not finish gpt_neox and minicpm3.
+# vLLM 0.32.0 knows the architecture. GPTQModel 7.6.0 lists more.
 _BOTH_METHODS = frozenset(
     """
     cohere ernie4_5 exaone4 gemma gemma2 gpt_bigcode gptj granite hunyuan_v1_dense lfm2 llama
@@ -25,6 +24,15 @@ _BOTH_METHODS = frozenset(
 # Its AWQ fails on these, on their rotary embedding, norm or attention.
 GPTQ_ONLY = frozenset("apertus bloom cohere2 gemma3_text gemma4_text".split())
 QUANTIZABLE = _BOTH_METHODS | GPTQ_ONLY
+# Those that were tried with it and failed, and those that the export's own checks refuse.
+_NESTED_REASON = "its language model is nested beside another part, whose tensors are named anew"
+_FAILS = {
+    **dict.fromkeys(("phi3", "glm", "glm4"), "GPTQModel splits its fused layers"),
+    **dict.fromkeys(("mixtral", "olmoe"), "GPTQModel does not name its experts as they are stored"),
+    **dict.fromkeys(("gpt_neox", "minicpm3"), "GPTQModel does not finish it"),
+    **dict.fromkeys(("gemma3", "gemma3n", "gemma4", "mistral3"), _NESTED_REASON),
+    "gpt2": "its layers are stored transposed",
+}
 _GROUPS = (128, 64, 32)
 _HEAD_NAMES = ("lm_head", "embed_out")
 _EMBEDDING_NAMES = ("embed_tokens", "wte", "word_embeddings")
@@ -52,17 +60,27 @@ def problems(
     ]
 
 
-def quantizable(arch: Arch, method: str = "gptq") -> bool:
-    """Whether a base of this family can be exported in 4 bits by `method`.
+def known_to_fail(arch: Arch, method: str) -> str:
+    """Why `method` cannot export a base of this family; empty where nothing is known against it."""
+    reason = ""
+    if method == "none":
+        return reason
+    if "ConditionalGeneration" in arch.architecture:
+        return f"{arch.architecture} cannot be exported: {_NESTED_REASON}"
+    if method == "awq" and arch.model_type in GPTQ_ONLY:
+        reason = "GPTQModel's AWQ fails on its rotary embedding, norm or attention"
+    reason = reason or _FAILS.get(arch.model_type, "")
+    if not reason:
+        names = [arch.architecture] if arch.architecture else []
+        config = {"model_type": arch.model_type, "architectures": names}
+        reason = "; ".join(architecture_problems(config))
+    return f"{arch.model_type} cannot be exported by {method}: {reason}" if reason else ""
 
-    A language model that is nested beside a vision part cannot: GPTQModel names its tensors anew.
-    """
-    known = _BOTH_METHODS if method == "awq" else QUANTIZABLE
-    return arch.model_type in known and not _nested(arch)
 
-
-def _nested(arch: Arch) -> bool:
-    return "ConditionalGeneration" in arch.architecture
+def exportable(arch: Arch) -> bool:
+    """Whether a base of this family and of these sizes is known to be served in 4 bits."""
+    known = arch.model_type in QUANTIZABLE and not known_to_fail(arch, "gptq")
+    return known and not _odd_sizes(arch)
 
 
 def target_linears(run: RunFile, arch: Arch) -> tuple[Linear, ...]:
@@ -126,33 +144,50 @@ def _length_problems(run: RunFile, arch: Arch, data: DataShape | None) -> list[s
 
 
 def _quantize_problems(run: RunFile, arch: Arch, data: DataShape | None) -> list[str]:
-    methods = [method for method in run.quantize.methods if method != "none"]
-    if not any(quantizable(arch, method) for method in methods):  # nothing has to fit then
-        if not methods or "none" in run.quantize.methods:
-            return []
-        if quantizable(arch):
-            return [f"quantize.methods: AWQ does not take {arch.model_type}; set [gptq] or [none]"]
-        name = arch.architecture if _nested(arch) else arch.model_type
-        return [
-            f"quantize.methods: {name} is not among the architectures that GPTQModel quantizes and "
-            "vLLM serves; set [none] to serve 16 bits, or choose another base"
-        ]
-    found = _group_problems(run.quantize.group_size, arch)
-    odd = sorted(
+    findings = _without_export(run, arch, data)
+    found = []
+    if "none" not in run.quantize.methods:  # with it, the ladder ends in 16 bits
+        found = [f"{finding}or add none to quantize.methods" for finding in findings]
+    if any(not known_to_fail(arch, method) for method in _four_bit(run)) and not _odd_sizes(arch):
+        found = _group_problems(run.quantize.group_size, arch) + found
+    return found
+
+
+def _four_bit(run: RunFile) -> list[str]:
+    return [method for method in run.quantize.methods if method != "none"]
+
+
+def _without_export(run: RunFile, arch: Arch, data: DataShape | None) -> list[str]:
+    """Why no 4-bit export of `quantize.methods` can be made, each with the beginning of a way."""
+    methods = _four_bit(run)
+    if not methods:
+        return []
+    reasons = [known_to_fail(arch, method) for method in methods]
+    if all(reasons):
+        other = "gptq" if not known_to_fail(arch, "gptq") else "another model.base"
+        return [f"quantize.methods: {'; '.join(reasons)}; take {other}, "]
+    found = []
+    if odd := _odd_sizes(arch):
+        found.append(
+            f"quantize.methods: vLLM's 4-bit kernels need sizes divisible by {KERNEL_FEATURES}, "
+            f"which {', '.join(odd)} are not; take another model.base, "
+        )
+    if data is not None and (little := enough(data.lengths, run.quantize)):
+        fewest = run.quantize.model_copy(update={"min_calibration_tokens": 1})
+        fewer = "" if enough(data.lengths, fewest) else "lower quantize.min_calibration_tokens, "
+        found.append(f"quantize.methods: {little}; add data, {fewer}")
+    return found
+
+
+def _odd_sizes(arch: Arch) -> list[str]:
+    """Linear layers whose sizes vLLM's 4-bit kernels do not take, whatever the group size."""
+    return sorted(
         {
             f"{t.name} ({t.in_features} to {t.out_features})"
             for t in arch.linears
             if t.in_features % KERNEL_FEATURES or t.out_features % KERNEL_FEATURES
         }
     )
-    if odd:
-        found.append(
-            f"quantize.methods: vLLM's 4-bit kernels need sizes divisible by {KERNEL_FEATURES}, "
-            f"which {', '.join(odd)} are not; set [none]"
-        )
-    if data is not None and (little := enough(data.lengths, run.quantize)):
-        found.append(f"quantize.methods: {little}; add data, or set [none]")
-    return found
 
 
 def _group_problems(group: int, arch: Arch) -> list[str]:
@@ -228,15 +263,17 @@ def _installed(name: str, elsewhere: str | None) -> bool:
 def warnings(run: RunFile, arch: Arch, data: DataShape | None, *, gpu: bool) -> list[str]:
     """What works, but perhaps not as expected."""
     found = []
-    methods = run.quantize.methods
     if arch.source == "guess":
         found.append(f"the family {arch.model_type} is not known here; its shape is a guess")
-    tried = [method for method in methods if method != "none"]
-    unfit = [method for method in tried if not quantizable(arch, method)]
-    if unfit and unfit == tried and "none" in methods:
-        found.append(f"{arch.model_type} cannot be quantized; it will be served in 16 bits")
-    elif unfit:
-        found.append(f"{arch.model_type} cannot be quantized by {unfit[0]}; the others are tried")
+    methods = _four_bit(run)
+    findings = _without_export(run, arch, data)
+    if "none" in run.quantize.methods:
+        found += [f"{finding}or it will be served in 16 bits" for finding in findings]
+    reasons = [reason for method in methods if (reason := known_to_fail(arch, method))]
+    if len(reasons) < len(methods):
+        found += [f"{reason}; it is passed over, the others are tried" for reason in reasons]
+        if arch.model_type not in QUANTIZABLE:
+            found.append(f"quantize.methods: no 4-bit export of {arch.model_type} was tested here")
     if arch.experts:
         found.append(
             f"{arch.experts} experts a block: memory is planned as if all of them were dense"
@@ -250,7 +287,7 @@ def warnings(run: RunFile, arch: Arch, data: DataShape | None, *, gpu: bool) -> 
             f"train.effective_batch is {run.train.effective_batch}, but there are {data.rows} "
             "training rows: every step takes all of them"
         )
-    if gpu and run.quantize.methods != ["none"]:
+    if gpu and methods and not findings:
         narrow = sorted(
             {t.name for t in arch.linears if t.in_features % 128 or t.out_features % 64}
         )

@@ -56,7 +56,8 @@ def card_left_idle(run: RunFile, machine: Machine) -> ResourceError | None:
     return ResourceError(
         f"torch {finding.found}: the run would train and serve on the CPU",
         expected="a torch that is built for CUDA",
-        hint=f"{finding.what_to_do}; to stay on the CPU: `export CUDA_VISIBLE_DEVICES=`",
+        hint=f"{finding.what_to_do}; to stay on the CPU: `export CUDA_VISIBLE_DEVICES=` "
+        "(before `prefect worker start`, for scheduled runs)",
     )
 
 
