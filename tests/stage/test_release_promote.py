@@ -30,6 +30,7 @@ from tuneserve.errors import (
     ServerError,
 )
 from tuneserve.release import control, gateway, state
+from tuneserve.release.champion import safely_measure
 from tuneserve.release.layout import current_release, layout
 from tuneserve.release.stage import release
 from tuneserve.release.status_text import status_text
@@ -455,3 +456,34 @@ def test_a_champion_that_is_down_keeps_nobody_out(house: House) -> None:
     second = release(house.request("b", losses=losses))
     assert house.chat().headers["x-tuneserve-release"] == second["release"]
     assert f"not worse than the champion: {champion} does not answer" in newest_report()
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_champion_that_ends_while_it_is_measured_is_waited_for(
+    house: House, monkeypatch: pytest.MonkeyPatch, comes_back: bool
+) -> None:
+    """One crash must not let a worse candidate through."""
+    losses = {"base": 3.0, "adapter": 1.0, "merged": 1.0}
+    champion = release(house.request("a", losses=losses))["release"]
+    measured = []
+
+    def killed_once(*arguments: Any) -> Any:
+        measured.append(arguments[2])
+        if len(measured) == 1:
+            if not comes_back:
+                stub.make_model(house.folder / "a", die="RuntimeError: broken")
+            session = keeper()._session(server_program(champion))
+            assert session is not None
+            os.kill(session, signal.SIGKILL)
+        return safely_measure(*arguments)
+
+    monkeypatch.setattr("tuneserve.release.proving.safely_measure", killed_once)
+    if comes_back:
+        made = release(house.request("b", losses=losses))
+        assert measured == [champion, champion]
+        found = {gate["name"]: gate["decision"] for gate in made["gates"]}
+        assert found["not worse than the champion"] == "passed"
+        return
+    with pytest.raises(GateRefused, match="not worse than the champion: undecided"):
+        release(house.request("b", losses=losses, ready_timeout_seconds=10))
+    assert measured == [champion] and current_release(layout(), "default") == champion

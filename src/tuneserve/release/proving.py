@@ -36,6 +36,9 @@ from tuneserve.release.supervisor import server_program
 log = logging.getLogger(__name__)
 
 _SAMPLES = 4
+_POLL_SECONDS = 0.25
+# supervisord's states of a process that it starts no more; EXITED is passed through.
+_GIVEN_UP = ("FATAL", "STOPPED", "UNKNOWN")
 
 
 @dataclass
@@ -132,8 +135,20 @@ def _answer_tokens(candidate: Candidate) -> int:
     return min(max(64, 2 * longest), 512, candidate.room.max_model_len // 2, most)
 
 
-def measure_champion(servers: promote.Servers, candidate: Candidate, champion: str | None) -> None:
-    """Measure what serves on the candidate's rows, and keep it, before the candidate boots."""
+def measure_champion(
+    servers: promote.Servers, candidate: Candidate, champion: str | None, *, answers: bool
+) -> None:
+    """Measure what serves on the candidate's rows, and keep it, before the candidate boots.
+
+    A champion that ends meanwhile is waited for, which the process keeper starts anew, and measured
+    once more.
+
+    Args:
+        servers: Of this user.
+        candidate: Gets the scores, or why there are none.
+        champion: What serves, or should.
+        answers: Whether it answered when the release began.
+    """
     request, record = candidate.request, candidate.record
     if not champion or champion == record.id:
         return
@@ -146,20 +161,39 @@ def measure_champion(servers: promote.Servers, candidate: Candidate, champion: s
     if not rows or request.evaluation is None:
         candidate.skipped.append("not worse than the champion: there are no held-out rows")
         return
+    if not answers:
+        # Nobody is served by it: to keep the candidate out would keep the product down.
+        candidate.skipped.append(f"not worse than the champion: {champion} does not answer")
+        return
     folder = Path(state.read(servers.places).release(champion).model)
     socket_path = servers.places.socket(champion)
+    process = servers.keeper.info(server_program(champion))
     found, why = safely_measure(socket_path, request.serve.name, champion, rows, folder)
+    after = servers.keeper.info(server_program(champion))
+    same = process and after and process.pid == after.pid and healthy(socket_path, champion)
+    if found is None and not same:
+        log.warning("%s; waiting for its server, to measure it once more", why)
+        limit = request.serve.ready_timeout_seconds
+        if _comes_back(servers, champion, limit):
+            found, why = safely_measure(socket_path, request.serve.name, champion, rows, folder)
     if found is None:
-        if healthy(socket_path, champion) is None:
-            # Nobody is served by it: to keep the candidate out would keep the product down.
-            candidate.skipped.append(f"not worse than the champion: {champion} does not answer")
-        else:
-            candidate.champion_unknown = why
+        candidate.champion_unknown = why
         return
     folder = servers.places.release_folder(record.id)
     folder.mkdir(parents=True, exist_ok=True)
     found.save(folder / "champion.json")
     candidate.champion = found
+
+
+def _comes_back(servers: promote.Servers, release: str, limit_seconds: float) -> bool:
+    """Wait until a server that the process keeper starts anew is well, or is given up."""
+    until = time.monotonic() + limit_seconds
+    while healthy(servers.places.socket(release), release) is None:
+        info = servers.keeper.info(server_program(release))
+        if info is None or info.state in _GIVEN_UP or time.monotonic() > until:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True
 
 
 def _judge(

@@ -99,7 +99,7 @@ def _release_locked(
         )
         record.rollout = request.serve.rollout
     candidate = Candidate(request, facts, rows, side, record, room)
-    measure_champion(servers, candidate, champion)
+    measure_champion(servers, candidate, champion, answers=answers)
     _bring_up(servers, candidate, champion)
     return record, False
 
