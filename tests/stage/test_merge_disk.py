@@ -51,22 +51,32 @@ def test_a_small_disk_is_seen_before_a_byte_is_written(
 
 
 def check_full(error: DiskFull, base: Path, out: Path) -> None:
-    """Exit 3, the bytes needed, and nothing left but the journal."""
+    """Exit 3, the bytes needed, and nothing left but the journal and finished shards."""
     assert error.exit_status == 3
     weights_bytes = sum(p.stat().st_size for p in base.glob("*.safetensors"))
     assert weights_bytes < error.details["needed_bytes"] < weights_bytes + 10 * 2**20
     assert f"{error.details['needed_bytes']} bytes" in str(error)
-    assert not out.exists() or set(names(out)) <= {JOURNAL_NAME}
+    assert not out.exists() or set(names(out)) <= {JOURNAL_NAME, *finished(out)}
 
 
-def test_a_disk_that_fills_up_midway_leaves_the_journal_alone(
+def finished(out: Path) -> list[str]:
+    """Shards that the journal tells of."""
+    path = out / JOURNAL_NAME
+    lines = path.read_text().splitlines(keepends=True)[1:] if path.exists() else []
+    return [json.loads(line)["shard"] for line in lines if line.endswith("\n")]
+
+
+SHARDS = [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
+
+
+def test_a_disk_that_fills_up_midway_leaves_the_journal_or_every_shard(
     base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Disks of every size up to the one that suffices: it fills up at every step once."""
     monkeypatch.setattr("tuneserve.merge.run.check_room", lambda *_: None)
     merge_adapter(base, adapter, tmp_path / "whole", sample=False)
     blocks = sum(-(-len(data) // 4096) for data in weights(tmp_path / "whole").values())
-    failed = 0
+    failed, left = 0, []
     with disk_of(tmp_path / "disk", 4) as disk:
         for pages in [*range(1, 8), blocks // 3, blocks // 2, *range(blocks - 8, blocks + 12)]:
             os.system(f"mount -o remount,size={4 * pages}k {disk}")  # noqa: S605
@@ -74,7 +84,11 @@ def test_a_disk_that_fills_up_midway_leaves_the_journal_alone(
                 merge_adapter(base, adapter, disk / "out", sample=False)
             except DiskFull as error:
                 check_full(error, base, disk / "out")
+                shards = set(names(disk / "out")) - {JOURNAL_NAME}
+                assert shards in (set(), set(SHARDS))  # all, where a small file found no room
+                left.append(len(shards))
                 failed += 1
+        assert set(left) == {0, 3}
         verify(disk / "out")
     assert failed >= 15
 
@@ -101,7 +115,9 @@ def test_no_room_at_any_call_is_said_and_given_back(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Every single call of each kind fails once: the journal's, the shards', the proof's."""
+    """Every single call of each kind fails once: the journal's, the shards', the proof's. The disk
+    has room for the rest, so what is finished stays.
+    """
     merge_adapter(base, adapter, tmp_path / "whole", sample=False)
     expected, refused = weights(tmp_path / "whole"), 0
     for number in itertools.count():
@@ -137,3 +153,31 @@ def test_a_journal_line_written_in_parts_is_whole(
     lines = (tmp_path / "out" / JOURNAL_NAME).read_text().splitlines()
     finished = [json.loads(line)["shard"] for line in lines[1:]]
     assert finished == ["model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors"]
+
+
+def test_another_disk_that_is_full_costs_no_finished_shard(
+    base: Path, adapter: Path, tmp_path: Path
+) -> None:
+    """Where the progress goes, say; also of an attempt before."""
+    out = tmp_path / "out"
+    log = tmp_path / "log" / "progress"
+
+    def stop_after(count: int, error: BaseException) -> Callable[[int, int], None]:
+        def say(done: int, total: int) -> None:
+            if (out / SHARDS[count - 1]).exists():
+                raise error
+
+        return say
+
+    with pytest.raises(KeyboardInterrupt):
+        merge_adapter(base, adapter, out, sample=False, progress=stop_after(1, KeyboardInterrupt()))
+    kept = {name: (out / name).stat().st_ino for name in finished(out)}
+    assert list(kept) == SHARDS[:1]
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(log))
+    with pytest.raises(DiskFull, match=f"no room left for {log}") as caught:
+        merge_adapter(base, adapter, out, sample=False, progress=stop_after(2, full))
+    assert "on another disk" in caught.value.hint
+    assert names(out) == [JOURNAL_NAME, *SHARDS[:2]]
+    result = merge_adapter(base, adapter, out, sample=False)
+    assert {name: (out / name).stat().st_ino for name in kept} == kept
+    assert result.bytes_written == (out / SHARDS[2]).stat().st_size

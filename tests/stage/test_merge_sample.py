@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -83,25 +84,85 @@ def test_a_wrong_update_is_found(
     assert names == {JOURNAL_NAME, *(p.name for p in base.glob("*.safetensors"))}
 
 
-def test_one_bit_of_a_linear_layer_is_found(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def change_second_layer(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[torch.Tensor], None]
 ) -> None:
-    adapter = make_adapter(tmp_path / "adapter")
+    """Of what is written of its query, bits of bfloat16, 256 rows; rows 18 to 146 are compared."""
     right = TensorMerger._add_update
 
     def wrong(self: TensorMerger, weight: torch.Tensor, begin: int, end: int) -> None:
         right(self, weight, begin, end)
-        if self.output.name == QUERY.format(1) and begin == 0:
-            weight.view(torch.int16)[100, 0] ^= (
-                1  # of every tensor, rows about the middle are compared
-            )
+        if self.output.name == QUERY.format(1):
+            change(weight.view(torch.int16))
 
     monkeypatch.setattr(TensorMerger, "_add_update", wrong)
     monkeypatch.setattr("tuneserve.merge.sample.Sampler", InProcessSampler)
+
+
+def test_the_last_place_of_few_values_is_said_and_no_obstacle(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another matrix library sums in another order: values halfway between two round apart."""
+
+    def change(bits: torch.Tensor) -> None:
+        bits[100, :5] ^= 1
+
+    change_second_layer(monkeypatch, change)
+    adapter = make_adapter(tmp_path / "adapter")
+    result = merge_adapter(base, adapter, tmp_path / "out")
+    assert (result.sampled, result.sampled_equal) == (6, 5)
+    proof: Any = read_proof(tmp_path / "out")
+    (found,) = [t for t in proof["peft_sample"]["tensors"] if not t["bit_equal"]]
+    assert found["name"] == QUERY.format(1)
+    assert (found["different_elements"], found["far"]) == (5, False)
+    assert "1 of 6 compared tensors are PEFT's up to the last place of 5 values" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "bit"),
+    [
+        (slice(100, 101), slice(0, 1), 10),  # one value eight times as large, or an eighth
+        (slice(None), slice(0, 5), 0),  # the last place of one value in fifty
+    ],
+)
+def test_more_than_the_last_place_of_few_values_is_found(
+    rows: slice, columns: slice, bit: int, base: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def change(bits: torch.Tensor) -> None:
+        bits[rows, columns] ^= 1 << bit
+
+    change_second_layer(monkeypatch, change)
+    adapter = make_adapter(tmp_path / "adapter")
     with pytest.raises(AdapterError, match=r"layers\.1\.self_attn\.q_proj") as caught:
         merge_adapter(base, adapter, tmp_path / "out")
-    (found,) = caught.value.details["tensors"]
-    assert found["different_elements"] == 1
+    assert [t["name"] for t in caught.value.details["tensors"]] == [QUERY.format(1)]
+    assert "--in-memory into another folder" in caught.value.hint
+
+
+def test_a_missing_update_of_less_than_a_last_place_is_found(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousandth of the weights: a last place is four times as much."""
+    adapter = make_adapter(tmp_path / "adapter")
+
+    def shrink(tensors: dict[str, torch.Tensor]) -> None:
+        for name in tensors:
+            tensors[name] *= 2**-9 if "lora_B" in name else 1
+
+    rewrite(adapter, shrink)
+    monkeypatch.setattr("tuneserve.merge.sample.Sampler", InProcessSampler)
+    assert merge_adapter(base, adapter, tmp_path / "right").sampled_equal == 6
+    right = TensorMerger._delta
+
+    def none(self: TensorMerger, begin: int, end: int) -> tuple[torch.Tensor, float]:
+        delta, squared = right(self, begin, end)
+        return delta * 0, squared
+
+    monkeypatch.setattr(TensorMerger, "_delta", none)
+    with pytest.raises(AdapterError, match="merged rows differ") as caught:
+        merge_adapter(base, adapter, tmp_path / "out")
+    assert len(caught.value.details["tensors"]) == 6
 
 
 def test_the_process_compares_shards_as_they_are_finished(base: Path, tmp_path: Path) -> None:

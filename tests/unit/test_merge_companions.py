@@ -121,9 +121,9 @@ def test_token_ids_without_a_row_are_refused(tmp_path: Path) -> None:
     }
     files = {"tokenizer.json": json.dumps(tokenizer).encode()}
     found = Companions(files, "adapter", (), read_vocabulary(files).highest)
-    check_vocabulary(found, 12, tmp_path)  # padded embeddings have more rows than tokens
+    check_vocabulary(found, 12, tmp_path, tmp_path)  # padded embeddings have more rows than tokens
     with pytest.raises(AdapterError, match="ids up to 11, the merged embedding has 11 rows"):
-        check_vocabulary(found, 11, tmp_path)
+        check_vocabulary(found, 11, tmp_path, tmp_path)
 
 
 def test_an_edited_template_alone_goes_over_the_bases_tokenizer(base: Path, tmp_path: Path) -> None:
@@ -269,9 +269,9 @@ def test_the_highest_id_is_found_in_every_file(
     assert vocabulary.highest == highest
     if highest is not None:
         found = Companions({}, "adapter", (), vocabulary.highest)
-        check_vocabulary(found, highest + 1, tmp_path)
+        check_vocabulary(found, highest + 1, tmp_path, tmp_path)
         with pytest.raises(AdapterError, match=f"ids up to {highest}, .* has {highest} rows"):
-            check_vocabulary(found, highest, tmp_path)
+            check_vocabulary(found, highest, tmp_path, tmp_path)
 
 
 def test_a_sentencepiece_model_is_read_as_its_library_reads_it(tmp_path: Path) -> None:
@@ -289,3 +289,39 @@ def test_a_sentencepiece_model_is_read_as_its_library_reads_it(tmp_path: Path) -
     assert vocabulary.highest == size - 1
     assert vocabulary.ids == {library.id_to_piece(i): i for i in range(size)}
     assert vocabulary.ends(b'{"eos_token": "</s>"}') == [library.eos_id()]
+
+
+def test_ids_without_a_row_that_the_base_has_too_are_its_own_affair(
+    base: Path, tmp_path: Path
+) -> None:
+    """As in gemma-3-1b-it: 262144 rows, and a token for images with the id 262144."""
+    (base / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0}}}))
+    (base / "added_tokens.json").write_text('{"<image_soft_token>": 9}')
+    found = files(base, folder(tmp_path / "adapter"))
+    (note,) = check_vocabulary(found, 9, base, tmp_path)
+    assert "ids up to 9, the embedding has 9 rows" in note
+    assert check_vocabulary(found, 10, base, tmp_path) == ()
+    more = {"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 10, "content": "<new>"}]}
+    trained = files(base, folder(tmp_path / "trained", tokenizer__json=more))
+    with pytest.raises(AdapterError, match="ids up to 10, the merged embedding has 9 rows"):
+        check_vocabulary(trained, 9, base, tmp_path)
+
+
+def test_added_tokens_without_their_vocabulary_are_not_dropped(base: Path, tmp_path: Path) -> None:
+    (base / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 7}}}))
+    settings = {"added_tokens_decoder": {"8": {"content": "<tool>"}}}
+    for number, given in enumerate(
+        ({"added_tokens__json": {"<tool>": 8}}, {"tokenizer_config__json": settings})
+    ):
+        adapter = folder(tmp_path / f"adapter{number}", **given)
+        with pytest.raises(AdapterError, match="up to id 8 and holds no vocabulary") as caught:
+            files(base, adapter)
+        assert "--tokenizer-from" in caught.value.hint
+    # The base's own added tokens, saved once more, are none that get lost.
+    same = folder(tmp_path / "same", added_tokens__json={"b": 7})
+    assert files(base, same).tokenizer_from == "base"
+    # With the whole tokenizer elsewhere, the adapter's remains do not matter.
+    whole = {"model": {"vocab": {"a": 0, "b": 7, "<tool>": 8}}}
+    elsewhere = folder(tmp_path / "elsewhere", tokenizer__json=whole)
+    found = collect(base, CONFIG, {}, adapter, elsewhere)
+    assert found.highest_id == 8

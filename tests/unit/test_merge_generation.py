@@ -42,6 +42,11 @@ INVALID: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "pad": ({"pad_token_id": -1}, {}),
     "sampling": ({"do_sample": False, "top_k": 7, "min_p": 0.1}, {"do_sample": False}),
     "temperature 0": ({"temperature": 0.0, "top_p": 0.9}, {"do_sample": True, "top_k": 1}),
+    "temperature 0, said": (
+        {"temperature": 0, "do_sample": False},
+        {"do_sample": True, "top_k": 1},
+    ),
+    "temperature 0 beside beams": ({"temperature": 0, "num_beams": 3}, {"num_beams": 3}),
     "several": (
         {"max_new_tokens": 0, "output_scores": True, "num_return_sequences": 2, "top_p": 0.8},
         {"num_return_sequences": 2, "top_p": 0.8, "do_sample": True},
@@ -75,7 +80,7 @@ def judge(generation: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", INVALID)
 def test_what_transformers_refuses_is_repaired(name: str, tmp_path: Path) -> None:
     broken, expected = INVALID[name]
-    if name != "temperature 0":  # which it refuses only when it samples
+    if name not in ("temperature 0", "temperature 0 beside beams"):  # refused by generate() alone
         with pytest.raises((ValueError, AttributeError)):
             judge(broken)
     repaired, notes = repair(tmp_path, broken)
@@ -88,3 +93,26 @@ def test_what_transformers_refuses_is_repaired(name: str, tmp_path: Path) -> Non
 def test_what_transformers_takes_is_left_alone(generation: dict[str, Any], tmp_path: Path) -> None:
     judge(generation)
     assert repair(tmp_path, generation) == (generation, [])
+
+
+NUMBERS = (
+    "assistant_ensemble_weight", "num_beams", "num_return_sequences", "max_new_tokens",
+    "temperature", "pad_token_id", "eos_token_id", "suppress_tokens", "forced_eos_token_id",
+    "early_stopping", "cache_implementation",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("value", ["3", [[1], {"a": 1}, "x"], {"a": 1}, False])
+def test_values_of_no_sense_are_no_crash(name: str, value: Any, tmp_path: Path) -> None:
+    """And the ends are found all the same."""
+    (tmp_path / NAME).write_text(json.dumps({name: value, "forced_bos_token_id": 1}))
+    notes: list[str] = []
+    written = generation_config([tmp_path], tmp_path, {"eos_token_id": 2}, [7], notes)
+    assert written is not None
+    assert json.loads(written)["eos_token_id"] == [2, 7]
+
+
+def test_ids_are_kept_beside_what_is_none(tmp_path: Path) -> None:
+    repaired, _ = repair(tmp_path, {"suppress_tokens": ["x", 2], "forced_eos_token_id": 2})
+    assert repaired == {"suppress_tokens": ["x", 2]}

@@ -94,6 +94,7 @@ def collect(
 
     Raises:
         ModelError: `tokenizer_from` holds no file of a tokenizer, or a file cannot be read.
+        AdapterError: The tokenizer's added tokens are there without its vocabulary.
     """
     notes: list[str] = []
     files: dict[str, bytes] = {}
@@ -141,15 +142,27 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def check_vocabulary(companions: Companions, rows: int | None, adapter: Path) -> None:
-    """A tokenizer must not know ids for which the merged embedding has no row.
+def check_vocabulary(
+    companions: Companions, rows: int | None, base: Path, adapter: Path
+) -> tuple[str, ...]:
+    """A tokenizer must not know ids for which the merged embedding has no row, unless the
+    base's own knows them too: of images, say, in the text model of a family that sees.
+
+    Returns:
+        What has to be said about it.
 
     Raises:
         AdapterError: It does: new tokens were added in training, but their rows were not saved.
     """
     highest = companions.highest_id
     if rows is None or highest is None or highest < rows:
-        return
+        return ()
+    of_base = read_vocabulary(_files(base)).highest
+    if of_base is not None and highest <= of_base:
+        return (
+            f"the tokenizer knows ids up to {highest}, the embedding has {rows} rows, as in the "
+            "base: text with those tokens fails",
+        )
     raise AdapterError(
         f"{adapter}: its tokenizer knows ids up to {highest}, the merged embedding has {rows} rows",
         expected="a row for every token",
@@ -188,12 +201,28 @@ def _whole_tokenizer(
         if not (own or taken):
             notes.append("no tokenizer was found: the merged folder has none")
         return (folder, own) if own else (base, taken)
+    _refuse_lost_tokens(which, own, taken)
     template = _template(own)
     if template:  # as a set: a template of the base left beside it might be read first
         taken = {n: d for n, d in taken.items() if not _is_template(n)}
     own_template = ", with the chat template there" if template else ""
     notes.append(f"{which} holds no tokenizer: the base's is taken{own_template}")
     return base, {**taken, **template}
+
+
+def _refuse_lost_tokens(which: str, own: Mapping[str, bytes], taken: Mapping[str, bytes]) -> None:
+    """Added tokens without the vocabulary that they were added to would be dropped with it."""
+    added, known = read_vocabulary(own).highest, read_vocabulary(taken).highest
+    if added is None or known is None or added <= known:
+        return
+    raise AdapterError(
+        f"{which} adds tokens up to id {added} and holds no vocabulary; the base's tokenizer knows "
+        f"ids up to {known}",
+        expected="the whole tokenizer of training",
+        hint="save it beside the adapter (tokenizer.save_pretrained), or name its folder: "
+        "--tokenizer-from DIR",
+        details={"highest_id": added, "base_highest_id": known},
+    )
 
 
 def _files(folder: Path) -> dict[str, bytes]:

@@ -115,22 +115,31 @@ def _valid(generation: dict[str, Any], notes: list[str]) -> dict[str, Any]:
 
 def _repair_sampling(repaired: dict[str, Any], notes: list[str]) -> None:
     """Sampling fields without `do_sample` mean sampling; with an explicit `do_sample: false` they
-    are dead.
+    are dead. A temperature of 0 means greedy.
     """
     sampling = _set_fields(repaired, _SAMPLING_FIELDS)
-    if repaired.get("temperature") == 0 and repaired.get("do_sample") is not False:
-        # Sampling with 0 is refused when it is done; a server without a temperature takes 1.
+    is_zero = _number(repaired.get("temperature"), 1) == 0
+    has_beams = _number(repaired.get("num_beams"), 1) > 1
+    if is_zero and (repaired.get("do_sample") is True or not has_beams):
+        # transformers refuses it, sampling or not; vLLM reads no do_sample, and without a
+        # temperature takes 1. With top_k 1 a request without settings is greedy in both.
         for name in sampling:
             del repaired[name]
         repaired.update(do_sample=True, top_k=1)
-        notes.append("generation config has temperature 0, which is top_k 1: written so")
-    elif sampling and repaired.get("do_sample") is None:
+        notes.append(
+            "generation config has temperature 0: written as top_k 1, which is as greedy; to "
+            "sample, a request (or serve in a run file) sets top_k beside the temperature"
+        )
+    elif sampling and repaired.get("do_sample") is None and not is_zero:
         repaired["do_sample"] = True
         notes.append(f"generation config sets {', '.join(sampling)}: do_sample set to true")
-    elif sampling and repaired["do_sample"] is not True:
+    elif sampling and repaired.get("do_sample") is not True:
         for name in sampling:
             del repaired[name]
-        notes.append(f"generation config does not sample: {', '.join(sampling)} removed")
+        notes.append(
+            f"generation config does not sample: {', '.join(sampling)} removed; vLLM is greedy by "
+            "default only with serve.temperature: 0"
+        )
 
 
 def _dead_fields(config: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
@@ -139,7 +148,8 @@ def _dead_fields(config: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
     answers = _number(config.get("num_return_sequences"), 1)
     of_beams = _set_fields(config, _BEAM_FIELDS) if beams == 1 else []
     unknown = config.get("early_stopping") not in (None, True, False, "never")
-    weight = config.get("assistant_ensemble_weight")
+    weighs = config.get("assistant_ensemble_weight") is not None
+    weight = _number(config.get("assistant_ensemble_weight"))
     cache = config.get("cache_implementation")
     uncached = config.get("use_cache") is False
     caches = [n for n in _CACHE_FIELDS if uncached and config.get(n) is not None]
@@ -184,7 +194,7 @@ def _dead_fields(config: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
         ),
         (
             "weighs its assistant outside 0 to 1",
-            only("assistant_ensemble_weight", weight is not None and not 0 < weight < 1),
+            only("assistant_ensemble_weight", weighs and not 0 < weight < 1),
         ),
         ("forces tokens that it suppresses", forced),
     ]
@@ -222,6 +232,6 @@ def _ends_of(config: Mapping[str, Any]) -> list[int]:
 
 
 def _as_list(value: Any) -> list[int]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, list) else [value]
+    """An id, or the ids of a list; what is no id is none."""
+    values = value if isinstance(value, list) else [value]
+    return [v for v in values if isinstance(v, int) and not isinstance(v, bool)]

@@ -244,8 +244,9 @@ def _add_small_files(
     }
     found = small.collect(base, config, changes, adapter, tokenizer_from)
     rows = changed.get("vocab_size")
-    small.check_vocabulary(found, rows if isinstance(rows, int) else None, adapter)
+    rows = rows if isinstance(rows, int) else None
+    notes = small.check_vocabulary(found, rows, base, adapter)
     for name, data in found.files.items():
         (part / name).parent.mkdir(exist_ok=True)
         (part / name).write_bytes(data)
-    return found.notes
+    return (*found.notes, *notes)

@@ -11,7 +11,7 @@ import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -82,24 +82,23 @@ class Journal:
         for path in self.folder.rglob(f".*{PART_SUFFIX}"):
             path.unlink(missing_ok=True)
 
-    def discard_all(self, names: Iterable[str]) -> None:
-        """Remove everything this merge wrote but the journal: a full disk gets its space back.
-
-        Args:
-            names: Of the files that it writes, relative to the folder.
-        """
-        self.discard_parts()
+    def discard(self, names: Collection[str]) -> None:
+        """Remove files of this merge, named relative to the folder; they are not finished then."""
         for path in (self.folder / name for name in names):
             path.unlink(missing_ok=True)
             if path.parent != self.folder and path.parent.is_dir():
                 with contextlib.suppress(OSError):  # not empty yet
                     path.parent.rmdir()
-        self.finished.clear()
+        self.finished = {name: line for name, line in self.finished.items() if name not in names}
 
     def complete(self) -> None:
-        """The merge is whole: the journal goes."""
+        """The merge is whole: the journal goes.
+
+        Should it come back after a crash, the same merge goes on, with nothing to do.
+        """
         (self.folder / JOURNAL_NAME).unlink()
-        fsync_directory(self.folder)
+        with contextlib.suppress(OSError):
+            fsync_directory(self.folder)
 
     def close(self) -> None:
         """Give the folder free."""

@@ -62,7 +62,7 @@ def prepare(
     plan = plan_merge(checkpoint, config, opened, modules)
     _check_aliases(plan)
     found = small.collect(base, config, plan.config, adapter, tokenizer_from)
-    small.check_vocabulary(found, plan.vocabulary, adapter)
+    notes += small.check_vocabulary(found, plan.vocabulary, base, adapter)
     weights_sha256, adapter_digest = opened.digests()
     return Job(
         checkpoint,

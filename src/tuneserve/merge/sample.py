@@ -32,6 +32,15 @@ _TIMEOUT_SECONDS = 600
 # more (2**-8 of an embedding's update); a wrong scale or sign differs by as much as the update.
 _UPDATE_SHARE = 0.05
 
+# Plain updates of linear layers are the same sums; another matrix library, or another number of
+# threads, may take them in another order.
+_PLAIN_UPDATE_SHARE = 2**-12
+
+# A float32 sum in another order is rounded to another 16-bit value less often than this: of 1 in
+# 1000 values of float16 at rank 256 with an update ten times the weights. An update that is
+# missing and too small to be seen in the norm, beside the last place, moves far more of them.
+_PLAIN_ROUNDED_SHARE = 2**-7
+
 # Norms over many rows (DoRA) differ by this much in float32.
 _LEAST_ROUNDING = 2**-18
 
@@ -174,10 +183,11 @@ class Sampler:
 def compare(request: dict[str, Any]) -> dict[str, Any]:
     """One tensor: PEFT's merge of the rows against what was written.
 
-    `far` says that they differ by more than rounding can explain. Plain updates of linear layers
-    must be the same bits; elsewhere the difference is measured by the size of the update, beside
-    one unit in the last place for the values that differ: against the weights, which are larger by
-    far, an update that is missing would not be seen.
+    `far` says that they differ by more than rounding can explain. The difference is measured by the
+    size of the update, beside one unit in the last place for the values that differ: against the
+    weights, which are larger by far, an update that is missing would not be seen. For plain updates
+    of linear layers (`plain`), which are the same bits on most machines, the share of the update is
+    small, and few 16-bit values may differ.
     """
     import torch
     from peft import LoraConfig
@@ -228,15 +238,20 @@ def compare(request: dict[str, Any]) -> dict[str, Any]:
         request["magnitude"] or request["transposed"] or request["nf4"] is not None
     )
     wide, error = expected.float(), (expected.float() - found.float())
-    rounding = max(torch.finfo(found.dtype).eps, _LEAST_ROUNDING) * wide[differs].norm()
-    bound = _UPDATE_SHARE * (wide - weight.float()).norm() + rounding
+    step = torch.finfo(found.dtype).eps
+    share = _PLAIN_UPDATE_SHARE if is_plain else _UPDATE_SHARE
+    rounding = (step if is_plain else max(step, _LEAST_ROUNDING)) * wide[differs].norm()
+    bound = share * (wide - weight.float()).norm() + rounding
+    few = max(1, differs.numel() * _PLAIN_ROUNDED_SHARE)
+    is_rounded = not is_plain or found.dtype == torch.float32 or int(differs.sum()) <= few
     return {
         "name": request["name"],
         "rows": [begin, end],
         "bit_equal": not bool(differs.any()),
         "different_elements": int(differs.sum()),
         "largest_difference": float(error.abs().max()),
-        "far": bool(differs.any()) if is_plain else not bool(error.norm() <= bound),
+        "plain": is_plain,
+        "far": not (is_rounded and bool(error.norm() <= bound)),
     }
 
 
