@@ -20,13 +20,14 @@ from tuneserve.errors import InputError
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 # What a header can carry without quoting, and long enough not to be guessed.
 KEY_PATTERN = r"[!-~]{16,256}"
+_NAMED, _KEY = "# ", "Bearer "  # what the lines begin with
 
 
 def read_keys(path: Path) -> dict[str, str]:
     """Keys by name.
 
     Raises:
-        InputError: Others than the owner can read the file.
+        InputError: Others than the owner can read the file, or a line has not its pair.
     """
     try:
         mode = path.stat().st_mode
@@ -46,22 +47,51 @@ def without_keys(path: Path, environment: Mapping[str, str]) -> dict[str, str]:
 
     `serve.api_key_env` may name any variable, and a key is called after the one that it came from.
     """
-    known = _read(path)
+    # A slip of the hand in that file keeps no server down: every line counts by itself here.
+    lines = _lines(path)
+    names = {line.removeprefix(_NAMED).split(" ")[0] for line in lines if line.startswith(_NAMED)}
+    said = [line.removeprefix(_KEY) for line in lines if line.startswith(_KEY)]
+    known = [key for key in said if re.fullmatch(KEY_PATTERN, key)]
     return {
         name: value
         for name, value in environment.items()
-        if name not in known and not any(key in value for key in known.values())
+        if name not in names and not any(key in value for key in known)
     }
 
 
 def _read(path: Path) -> dict[str, str]:
+    keys: dict[str, str] = {}
+    named: tuple[int, str] | None = None  # the name that waits for its key, and its line
+    for number, line in enumerate(_lines(path), 1):
+        if not line.isascii():
+            raise _unpaired(path, number, "characters beyond ASCII")
+        if line.startswith(_NAMED):
+            if named:
+                raise _unpaired(path, named[0], "a name without a key below")
+            named = number, line.removeprefix(_NAMED).split(" ")[0]
+        elif line.startswith(_KEY):
+            if not named:
+                raise _unpaired(path, number, "a key without a name above")
+            keys[named[1]] = line.removeprefix(_KEY)
+            named = None
+    if named:
+        raise _unpaired(path, named[0], "a name without a key below")
+    return keys
+
+
+def _lines(path: Path) -> list[str]:
     try:
-        lines = path.read_text(encoding="ascii").splitlines()
+        return path.read_text("utf-8", "surrogateescape").splitlines()
     except FileNotFoundError:
-        return {}
-    names = [line[2:].split(" ")[0] for line in lines if line.startswith("# ")]
-    keys = [line.removeprefix("Bearer ") for line in lines if line.startswith("Bearer ")]
-    return dict(zip(names, keys, strict=True))
+        return []
+
+
+def _unpaired(path: Path, line: int, found: str) -> InputError:
+    return InputError(
+        f"{path}:{line}: {found}",
+        expected=f"pairs of lines: '{_NAMED}NAME', then '{_KEY}KEY'",
+        hint="mend that line; the gateway takes every key of the file meanwhile",
+    )
 
 
 def add_key(path: Path, name: str, key: str | None = None) -> str:

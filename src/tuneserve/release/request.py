@@ -31,6 +31,8 @@ _WHERE_AND_HOW = (
     "drain_timeout_seconds",
     "hold_seconds",
 )
+# Fields of `serve` that came after the first releases: unset, they change no key.
+_ADDED = ("top_k", "min_p", "repetition_penalty", "max_tokens")
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,9 @@ class ReleaseRequest:
         serve = self.serve.model_dump(mode="json")
         for name in _WHERE_AND_HOW:
             serve.pop(name)
+        for name in _ADDED:
+            if serve[name] is None:
+                serve.pop(name)
         parts = {
             "model": self.artifact or _folder_digest(self.model),
             "serve": serve,

@@ -13,12 +13,13 @@ import logging
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from typing import Any
 
 from tuneserve.artifacts import write_json_atomic
 from tuneserve.errors import DeviceBusy, InputError
+from tuneserve.release.address import Listen
 from tuneserve.release.layout import Layout
 
 log = logging.getLogger(__name__)
@@ -144,7 +145,8 @@ class State:
 
 
 def read(places: Layout) -> State:
-    """The state as it is; empty when nothing was released yet.
+    """The state as it is; empty when nothing was released yet. Fields that a later version added
+    are left out: the format changes only when the others mean something else.
 
     Raises:
         InputError: The file cannot be read as what this version writes.
@@ -156,9 +158,9 @@ def read(places: Layout) -> State:
         return State(
             counter=data["counter"],
             default=data["default"],
-            gateway=data["gateway"],
-            names={name: Name(**value) for name, value in data["names"].items()},
-            releases={id: Release(**value) for id, value in data["releases"].items()},
+            gateway=_known(Listen, data["gateway"]),
+            names={name: Name(**_known(Name, each)) for name, each in data["names"].items()},
+            releases={id: Release(**_known(Release, r)) for id, r in data["releases"].items()},
         )
     except FileNotFoundError:
         return State()
@@ -168,6 +170,11 @@ def read(places: Layout) -> State:
             expected=f"the release state, format {FORMAT}",
             hint="`tuneserve down`, then move the file away; the models themselves are not in it",
         ) from error
+
+
+def _known(kind: type[Listen | Name | Release], value: dict[str, Any]) -> dict[str, Any]:
+    ours = {each.name for each in fields(kind)}
+    return {name: each for name, each in value.items() if name in ours}
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ wrapper starts the server as a session of its own. Four rules:
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import http.client
 import json
@@ -94,7 +95,8 @@ def main(arguments: list[str]) -> int:
     end_children(but=guard)
     if not session_members(server.pid):  # its number may be anybody's from now on
         record.unlink(missing_ok=True)
-        os.write(pipe, b"0")
+        with contextlib.suppress(BrokenPipeError):  # the guard was killed
+            os.write(pipe, b"0")
     os.close(pipe)
     return 0 if stopping.is_set() else status or 1
 
