@@ -83,6 +83,7 @@ def test_a_machine_that_restarts_serves_again_and_ends_cleanly_while_servers_loa
     stub.make_model(house.folder / "a", start_seconds=0, token_seconds=0.1)
     serving = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     wait_for(lambda: control.status()["names"]["default"]["state"] == "serving")
+    wait_for(lambda: load_of_default() == (0, 1))  # it has asked a chat itself
     answers: list[int] = []
     asking = threading.Thread(target=lambda: answers.append(house.chat(15).status_code))
     asking.start()
@@ -92,6 +93,11 @@ def test_a_machine_that_restarts_serves_again_and_ends_cleanly_while_servers_loa
     _, said = serving.communicate(timeout=30)
     assert (serving.returncode, answers) == (0, [200]), said
     assert not processes_of(house.folder)
+
+
+def load_of_default() -> tuple[int, int]:
+    shown = control.status()["names"]["default"]
+    return shown["requests_running"], shown["requests_total"]
 
 
 def test_a_server_that_the_process_keeper_gave_up_is_revived(

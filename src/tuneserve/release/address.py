@@ -289,14 +289,22 @@ def port_holder(port: int) -> str:
     return ""
 
 
-def ports_of(pids: Iterable[int]) -> frozenset[int]:
-    """The TCP ports that these processes listen on (proc(5))."""
+def ports_of(pids: Iterable[int]) -> frozenset[int] | None:
+    """The TCP ports that these processes listen on (proc(5)).
+
+    None: what one of them has open cannot be seen from here, as that of a process with capabilities
+    which we have not (ptrace(2)), such as a service manager gives for ports below 1024.
+    """
     listening, found = _listening(), set()
     for pid in pids:
-        with contextlib.suppress(OSError):  # it has just ended
+        try:
             for link in Path(f"/proc/{pid}/fd").iterdir():
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(FileNotFoundError):  # it was just closed
                     found.add(listening.get(os.readlink(link), 0))
+        except PermissionError:
+            return None
+        except OSError:  # it has just ended
+            continue
     return frozenset(found - {0})
 
 

@@ -10,18 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from tuneserve.config import GatesSection, RunFile, ServeSection
-from tuneserve.errors import DeviceBusy, InputError, ServerError, TuneserveError
+from tuneserve.errors import InputError, ServerError, TuneserveError
 from tuneserve.places import run_root
 from tuneserve.release import entrance, keys, mend, promote, state, traffic
 from tuneserve.release.address import Listen
-from tuneserve.release.capacity import device_memory_bytes
 from tuneserve.release.gateway import root_certificate
-from tuneserve.release.layout import current_release, layout
-from tuneserve.release.ready import healthy
+from tuneserve.release.layout import layout
 from tuneserve.release.request import ReleaseRequest
 from tuneserve.release.stage import release
-from tuneserve.release.supervisor import GATEWAY, Keeper, server_program
-from tuneserve.release.unixhttp import load_of
+from tuneserve.release.status import key_names as names_of_keys
+from tuneserve.release.status import name_status, processes, put_in_order
+from tuneserve.release.supervisor import GATEWAY, Keeper
 from tuneserve.runs import Runs
 from tuneserve.stagelog import latest_log
 from tuneserve.stages import STAGES
@@ -80,7 +79,8 @@ def status() -> dict[str, Any]:
     """What is serving: `endpoint`, `gateway`, and per name its release, state, since, health,
     load, history; and under `last_runs` how the last run of each name ended.
 
-    A switch that was killed half-way is put in order first, when nobody else is at it.
+    A switch that was killed half-way is put in order first, when nobody else is at it. What cannot
+    be put in order is logged; nothing is waited for longer than a few seconds.
     """
     ends = Runs().last_ends()
     if not run_root().is_dir():
@@ -88,18 +88,18 @@ def status() -> dict[str, Any]:
         return {**down, "last_runs": ends}
     places = layout()
     servers = promote.Servers(places, Keeper(places))
-    busy = _mend_interrupted(servers)
+    busy = put_in_order(servers)
     known = state.read(places)
-    processes = servers.keeper.all()
-    gateway = processes.get(GATEWAY)
+    running = processes(servers.keeper)
+    gateway = running.get(GATEWAY)
     listen = Listen(**known.gateway) if known.gateway else None
     rates = traffic.recent(places.logs / "access.log", known.default or "")
-    ours = listen is not None and entrance.listens(servers.keeper, listen)
+    ours = listen is not None and gateway is not None and entrance.listens(servers.keeper, listen)
     names = {}
     for name, entry in known.names.items():
         prefix = "" if name == known.default else f"/{name}"
         names[name] = {
-            **_name_status(servers, name, entry, known, busy.get(name, "")),
+            **name_status(servers, name, entry, known, running, busy.get(name, "")),
             "requests_per_second": rates.get(name, 0.0),
             "endpoint": f"{listen.base_url}{prefix}/v1" if listen and ours else None,
         }
@@ -107,72 +107,11 @@ def status() -> dict[str, Any]:
         "endpoint": f"{listen.base_url}/v1" if listen and ours else None,
         "gateway": gateway.state.lower() if gateway else "down",
         "default": known.default,
-        "keys": sorted(keys.read_keys(places.keys)),
+        "keys": names_of_keys(places),
         "tls_root": str(root_certificate(places)) if listen and listen.tls == "internal" else None,
         "names": names,
         "last_runs": ends,
     }
-
-
-def _name_status(
-    servers: promote.Servers, name: str, entry: state.Name, known: state.State, busy: str
-) -> dict[str, Any]:
-    current = current_release(servers.places, name)
-    record = known.releases.get(entry.active or "")
-    found: dict[str, Any] = {
-        "release": entry.active,
-        "since": entry.since,
-        "state": "down",
-        "health": "down",
-        "memory_bytes": 0,
-        "requests_running": None,
-        "requests_total": None,
-        "model": record.model if record else None,
-        "artifact": record.artifact if record else None,
-        "losses": record.report.get("losses") if record else None,
-        "warm": entry.warm,
-        "warm_memory_bytes": 0,
-        "device_memory_bytes": 0,
-        "history": entry.history,
-    }
-    if entry.wanted != "up" or not entry.active:
-        return found
-    program = server_program(entry.active)
-    info = servers.keeper.info(program)
-    answer = healthy(servers.places.socket(entry.active), entry.active)
-    load = load_of(answer) if answer else None
-    found["health"] = "healthy" if answer else ("starting" if info and info.up else "down")
-    if entry.promoting or current != entry.active:
-        found["state"] = "at rest" if state.AT_REST in busy else "switching"
-    elif answer:
-        found["state"] = "serving"
-    else:
-        found["state"] = "restarting" if info and info.up else "failed"
-    found["memory_bytes"] = servers.keeper.memory_bytes(program)
-    found["device_memory_bytes"] = device_memory_bytes(servers.keeper.members(program))
-    if entry.warm:
-        found["warm_memory_bytes"] = servers.keeper.memory_bytes(server_program(entry.warm))
-    if load:
-        found["requests_running"], found["requests_total"] = load
-    return found
-
-
-def _mend_interrupted(servers: promote.Servers) -> dict[str, str]:
-    """Finish or undo a switch whose process is gone; returns who is at the others, by name."""
-    busy: dict[str, str] = {}
-    if not servers.keeper.running():
-        return busy
-    try:
-        entrance.mend(servers.places, servers.keeper)
-    except TuneserveError as error:  # a stranger has the port, or the certificate has expired
-        log.warning("%s", error)
-    for name in mend.out_of_order(servers):
-        try:
-            with state.lock_name(servers.places, name, "mending"):
-                mend.reconcile(servers, name, ready_seconds=READY_SECONDS)
-        except DeviceBusy as error:  # it is not interrupted
-            busy[name] = str(error)
-    return busy
 
 
 def _nothing_yet() -> InputError:
@@ -333,6 +272,7 @@ def _switch_to(servers: promote.Servers, record: state.Release, *, keep_warm: bo
     if held and entry.warm != record.id:  # there may be no memory for two
         if keep_warm:
             log.warning("%s is not kept warm: serve.rollout is hold", entry.active)
+        promote.check_startable(servers, record)  # before anything is stopped for it
         promote.replace_while_held(
             servers,
             record,

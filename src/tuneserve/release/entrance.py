@@ -1,8 +1,9 @@
 """The gateway's process: started, and restarted when it should listen otherwise.
 
 Whether it works is what its own process listens on and answers, not what supervisord says of it: a
-gateway that is started again and again because a stranger has its port counts as up there. A
-gateway that works is not lost to settings it cannot start with: the former ones are put back.
+gateway that is started again and again because a stranger has its port counts as up there. Where
+what it listens on cannot be seen, supervisord is believed, and the answer. A gateway that works is
+not lost to settings it cannot start with: the former ones are put back.
 """
 
 from __future__ import annotations
@@ -28,12 +29,23 @@ log = logging.getLogger(__name__)
 _START_SECONDS = 15.0
 
 
-def check(places: Layout, keeper: Keeper, listen: Listen, name: str) -> Listen:
+def check(
+    places: Layout, keeper: Keeper, listen: Listen, name: str, *, may_hold_less: bool = False
+) -> Listen:
     """Before anything is loaded for `name`: the ports must be ours or free, and what other names
     are reached by must stay as it is.
 
+    Args:
+        places: The run root.
+        keeper: Its processes.
+        listen: What the gateway is asked to be.
+        name: The served name that asks.
+        may_hold_less: Its run file says how long requests are held; else a shorter time alone is no
+            reason to restart the gateway, which cuts long answers.
+
     Returns:
-        `listen`, which holds requests at least as long as before while there are other names.
+        `listen`, which holds requests at least as long as before while there are other names, and
+        unless it may hold less.
 
     Raises:
         RunFileError: Other names would be reached at another address, or no longer by HTTPS, or
@@ -55,8 +67,8 @@ def check(places: Layout, keeper: Keeper, listen: Listen, name: str) -> Listen:
             "name of one machine",
             hint=f"use those; or another TUNESERVE_HOME; or `tuneserve down {others[0]}` first",
         )
-    check_port(listen, but=_held(keeper))
-    if former and others:
+    check_port(listen, but=_held(keeper, former))
+    if former and (others or not may_hold_less):
         return replace(listen, hold_seconds=max(listen.hold_seconds, former.hold_seconds))
     return listen
 
@@ -73,25 +85,34 @@ def ensure(places: Layout, keeper: Keeper, listen: Listen) -> None:
         _ensure(places, keeper, listen)
 
 
-def mend(places: Layout, keeper: Keeper) -> None:
+def mend(places: Layout, keeper: Keeper, *, passing: bool = False) -> None:
     """Start the gateway where something is served and it does not listen as the state says: a
     command was killed while it changed that, or the gateway was ended.
+
+    Args:
+        places: The run root.
+        keeper: Its processes.
+        passing: For a command that only looks: it leaves the gateway to who is at it, which may be
+            ending everything.
 
     Raises:
         TuneserveError: See `ensure`.
     """
-    with _alone(places):
+    wait_seconds = 0.0 if passing else float("inf")
+    with contextlib.suppress(BlockingIOError), _alone(places, wait_seconds=wait_seconds):
         known = state.read(places)
         served = any(each.active and each.wanted == "up" for each in known.names.values())
         if not (served and known.gateway and keeper.running()):
             return
         listen = Listen(**known.gateway)
+        _check_seen(keeper)
         if not listens(keeper, listen):
             log.warning("the gateway does not listen at %s: starting it", listen.described)
             _ensure(places, keeper, listen.as_files_are())
 
 
 def _ensure(places: Layout, keeper: Keeper, listen: Listen) -> None:
+    _check_seen(keeper)
     known = state.read(places).gateway
     former = Listen(**known) if known else None
     works = former is not None and _works(keeper, former)
@@ -99,7 +120,7 @@ def _ensure(places: Layout, keeper: Keeper, listen: Listen) -> None:
     # Both are compared: a command may have been killed between writing one and the other.
     if works and former == listen and before == content:
         return
-    check_port(listen, but=_held(keeper))
+    check_port(listen, but=_held(keeper, former))
     try:
         _start(places, keeper, content)
         _wait(places, keeper, listen)
@@ -114,21 +135,59 @@ def _ensure(places: Layout, keeper: Keeper, listen: Listen) -> None:
 
 
 @contextlib.contextmanager
-def _alone(places: Layout) -> Iterator[None]:
-    """Two releases, of two names, must not restart it at once."""
-    with (places.root / "locks" / "gateway.lock").open("a") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
+def ending(places: Layout) -> Iterator[None]:
+    """Nobody starts the gateway while everything ends. Who is at it already is waited for, but not
+    without end."""
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(BlockingIOError):
+            held.enter_context(_alone(places, wait_seconds=2 * _START_SECONDS))
         yield
+
+
+@contextlib.contextmanager
+def _alone(places: Layout, *, wait_seconds: float = float("inf")) -> Iterator[None]:
+    """Two releases, of two names, must not restart it at once.
+
+    Raises:
+        BlockingIOError: Another command is at it for longer than that.
+    """
+    deadline = time.monotonic() + wait_seconds
+    with (places.root / "locks" / "gateway.lock").open("a") as stream:
+        while True:
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(0.05)
+        yield
+
+
+def _check_seen(keeper: Keeper) -> None:
+    """Leave a gateway alone that works where we cannot see it, as one of another container."""
+    if keeper.is_elsewhere():
+        raise ServerError(
+            "the gateway and the servers run in other PID or network namespaces: whether they "
+            "listen cannot be seen from here",
+            expected="the namespaces of the command that started them, such as `tuneserve keep`",
+            hint="run this in the serving container's PID and network namespace",
+        )
 
 
 def listens(keeper: Keeper, listen: Listen) -> bool:
     """Whether it is our own gateway that has the ports."""
-    return _held(keeper).issuperset(listen.ports)
+    return _held(keeper, listen).issuperset(listen.ports)
 
 
-def _held(keeper: Keeper) -> frozenset[int]:
-    """The ports that our own gateway listens on now."""
-    return ports_of(keeper.members(GATEWAY))
+def _held(keeper: Keeper, listen: Listen | None) -> frozenset[int]:
+    """The ports that our own gateway listens on now. Where that cannot be seen: those of `listen`
+    when ours is up and a gateway answers there."""
+    if (held := ports_of(keeper.members(GATEWAY))) is not None:
+        return held
+    info = keeper.info(GATEWAY)
+    believed = listen is not None and info is not None and info.up and answers(listen)
+    return frozenset(listen.ports) if listen and believed else frozenset()
 
 
 def _works(keeper: Keeper, listen: Listen) -> bool:

@@ -106,13 +106,24 @@ def _look(servers: promote.Servers, *, every: bool) -> list[TuneserveError]:
     for name in sorted(names.union(_wanted(servers.places) if every else ())):
         try:
             with state.lock_name(servers.places, name, "starting what served"):
-                mend.reconcile(servers, name, ready_seconds=control.READY_SECONDS)
+                restored = mend.restore(servers, name, ready_seconds=control.READY_SECONDS)
+            if restored:  # a release need not wait for the answer
+                _check_serves(servers, *restored)
         except DeviceBusy as error:  # who holds it puts it in order, unless that is killed
             if every:
                 failed.append(error)
         except TuneserveError as error:
             failed.append(error)
     return failed
+
+
+def _check_serves(servers: promote.Servers, release: state.Release, chat_seconds: float) -> None:
+    try:
+        promote.check_serves(servers, release, chat_seconds=chat_seconds)
+    except TuneserveError:
+        entry = state.read(servers.places).names[release.name]
+        if entry.promoting is None and (entry.active, entry.wanted) == (release.id, "up"):
+            raise  # else another command has ended it meanwhile
 
 
 def _look_at_gateway(servers: promote.Servers) -> None:

@@ -45,21 +45,60 @@ def tidy(servers: promote.Servers, name: str) -> None:
 
 
 def reconcile(servers: promote.Servers, name: str, *, ready_seconds: float) -> None:
-    """`tidy`, then start the active release unless it runs, and let it answer a chat.
+    """`restore`, and let the active release answer a chat.
 
     Raises:
         InputError: Its model folder is gone.
         ServerError: It does not come up, or does not answer.
     """
+    if restored := restore(servers, name, ready_seconds=ready_seconds):
+        release, chat_seconds = restored
+        promote.check_serves(servers, release, chat_seconds=chat_seconds)
+
+
+def restore(
+    servers: promote.Servers, name: str, *, ready_seconds: float
+) -> tuple[state.Release, float] | None:
+    """`tidy`, then start the active release unless it runs, and wait until it is up.
+
+    Returns:
+        It, and how many seconds its first chat may take; None when nothing should serve.
+
+    Raises:
+        InputError: Its model folder is gone.
+        ServerError: It does not come up.
+    """
     tidy(servers, name)
+    release = _wanted(servers, name)
+    if release is None:
+        return None
+    chat_seconds = promote.bring_back(servers, release, ready_seconds)
+    _let_reach(servers, release)
+    return release, chat_seconds
+
+
+def begin(servers: promote.Servers, name: str) -> state.Release | None:
+    """The same, but waits for no server; requests are held until it listens."""
+    tidy(servers, name)
+    release = _wanted(servers, name)
+    if release is not None:
+        promote.begin_again(servers, release)
+        _let_reach(servers, release)
+    return release
+
+
+def _wanted(servers: promote.Servers, name: str) -> state.Release | None:
     known = state.read(servers.places)
     entry = known.names.get(name)
     if entry is None or entry.wanted != "up" or not entry.active:
-        return
-    promote.start_again(servers, known.release(entry.active), ready_seconds)
-    if current_release(servers.places, name) != entry.active:
-        servers.switch(name, entry.active)
-        _end_strays(servers, name)
+        return None
+    return known.release(entry.active)
+
+
+def _let_reach(servers: promote.Servers, release: state.Release) -> None:
+    if current_release(servers.places, release.name) != release.id:
+        servers.switch(release.name, release.id)
+        _end_strays(servers, release.name)
     promote.point_default(servers)
 
 

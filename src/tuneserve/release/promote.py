@@ -27,6 +27,7 @@ from tuneserve.release.sessions import process_start
 from tuneserve.release.supervisor import Keeper, Program, server_program
 from tuneserve.release.unixhttp import listens, load_of
 from tuneserve.release.vllm_command import ServerCommand
+from tuneserve.release.work import work_of
 
 log = logging.getLogger(__name__)
 
@@ -251,34 +252,93 @@ def start_again(servers: Servers, release: state.Release, ready_seconds: float) 
         InputError: Its model folder is gone.
         ServerError: It does not come up, or does not answer; it is left running.
     """
-    program = server_program(release.id)
-    info = servers.keeper.info(program)
-    socket_path = servers.places.socket(release.id)
+    check_serves(servers, release, chat_seconds=bring_back(servers, release, ready_seconds))
+
+
+def bring_back(servers: Servers, release: state.Release, ready_seconds: float) -> float:
+    """Start a release that was proven before, unless it runs; wait until it is up.
+
+    Returns:
+        How long its first chat may take, in seconds.
+
+    Raises:
+        InputError: Its model folder is gone.
+        ServerError: It does not come up.
+    """
+    if begin_again(servers, release):
+        return _NEXT_CHAT_SECONDS
     child = Child(servers.keeper, release.id)
-    if info and info.up and healthy(socket_path, release.id):
-        try:
-            check_chat(child, socket_path, release.name, timeout_seconds=_NEXT_CHAT_SECONDS)
-        except ServerError as error:
-            error.hint = f"`tuneserve down {release.name}`, then `tuneserve up`, starts it anew"
-            raise
-        return
+    socket_path = servers.places.socket(release.id)
+    wait_until_up(child, socket_path, release.name, limit_seconds=ready_seconds)
+    return _FIRST_CHAT_SECONDS
+
+
+def begin_again(servers: Servers, release: state.Release) -> bool:
+    """Start a release that was proven before, unless it runs, and return at once: whether it is
+    well already.
+
+    Raises:
+        InputError: Its model folder is gone, or it was cleaned up.
+        ServerError: supervisord refuses.
+    """
+    info = servers.keeper.info(server_program(release.id))
+    if info and info.up and healthy(servers.places.socket(release.id), release.id):
+        return True
+    check_startable(servers, release)
+    assert info is not None
+    if not info.up:
+        log.info("starting %s again", release.id)
+        servers.keeper.start(info.name)
+    return False
+
+
+def check_startable(servers: Servers, release: state.Release) -> None:
+    """Refuse what could not be started, before anything is stopped for it.
+
+    Raises:
+        InputError: Its model folder is gone, or it was cleaned up.
+    """
     if not (Path(release.model) / "config.json").is_file():
         raise InputError(
             f"the model of {release.id} is gone: {release.model}",
             expected="the folder that was released",
             hint="make it again, or promote another release",
         )
-    if info is None:
+    if servers.keeper.info(server_program(release.id)) is None:
         raise InputError(
             f"release {release.id} was cleaned up; {_KEPT_RELEASES} are kept for each name",
             expected="a release that is kept",
             hint=f"release it again: tuneserve release {release.model}",
         )
-    if not info.up:
-        log.info("starting %s again", release.id)
-        servers.keeper.start(program)
-    wait_until_up(child, socket_path, release.name, limit_seconds=ready_seconds)
-    check_chat(child, socket_path, release.name, timeout_seconds=_FIRST_CHAT_SECONDS)
+
+
+def check_serves(servers: Servers, release: state.Release, *, chat_seconds: float) -> None:
+    """Ask a server that is up for one short chat. One that has so much to do that this does not
+    come in time serves as well: what counts is whether it goes on answering.
+
+    Raises:
+        ServerError: It refuses the chat, or answers nothing at all although /health is well.
+    """
+    socket_path = servers.places.socket(release.id)
+    before = work_of(socket_path)
+    try:
+        check_chat(
+            Child(servers.keeper, release.id),
+            socket_path,
+            release.name,
+            timeout_seconds=chat_seconds,
+        )
+    except ServerError as error:
+        if isinstance(error.__cause__, TimeoutError) and before.goes_on_in(work_of(socket_path)):
+            log.warning(
+                "%s is busy: a short chat took more than %.0f s, while it answered others",
+                release.id,
+                chat_seconds,
+            )
+            return
+        if chat_seconds == _NEXT_CHAT_SECONDS:
+            error.hint = f"`tuneserve down {release.name}`, then `tuneserve up`, starts it anew"
+        raise
 
 
 def _forget_old(servers: Servers, name: str) -> None:
@@ -301,7 +361,8 @@ def point_default(servers: Servers) -> None:
 
 def end_all(servers: Servers) -> None:
     """End every server, the gateway and supervisord."""
-    servers.keeper.shutdown()
+    with entrance.ending(servers.places):
+        servers.keeper.shutdown()
     for link in (servers.places.default_link, *(servers.places.sockets / "n").iterdir()):
         link.unlink(missing_ok=True)
 

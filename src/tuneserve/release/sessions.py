@@ -63,7 +63,7 @@ def record_session(path: Path, leader: int) -> None:
     fields = _stat(leader)
     assert fields is not None, "a child is there until we have waited for it"
     provisional = path.with_name(f".{path.name}.{os.getpid()}")
-    text = f"{leader} {int(fields[_START])} {_BOOT_ID.read_text('ascii').strip()}\n"
+    text = f"{leader} {int(fields[_START])} {_boot()}\n"
     provisional.write_text(text, encoding="ascii")
     provisional.replace(path)
 
@@ -73,23 +73,61 @@ def recorded_session(path: Path, folder: Path) -> int | None:
 
     The kernel gives a session's number to nobody else while it has members. So it is ours when its
     leader started at the recorded time. When the leader is gone it may also be a daemon's, whose
-    first process always ends: then the members must have the working directory of ours.
+    first process always ends: then the members must have the working directory of ours. Records of
+    the first version are a number alone.
 
     Args:
         path: What `record_session` wrote.
         folder: The working directory that the leader was started in.
     """
     try:
-        number, start, boot = path.read_text("ascii").split()
+        number, *rest = path.read_text("ascii").split()
         session = int(number)
-        if boot != _BOOT_ID.read_text("ascii").strip():
-            return None
-        leader = process_start(session)
-        if leader is not None:
-            return session if leader == int(start) else None
+        if rest:
+            start, boot = rest
+            if boot != _boot():
+                return None
+            leader = process_start(session)
+            if leader is not None:
+                return session if leader == int(start) else None
     except (OSError, ValueError):
         return None
     return session if any(_works_in(pid, folder) for pid in session_members(session)) else None
+
+
+def runs_with(pid: int, variable: str) -> bool:
+    """Whether another process was started with ``NAME=value`` in its environment."""
+    if pid == os.getpid():
+        return False
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False
+    return variable.encode() in environment.split(b"\0")
+
+
+def pss_bytes(pid: int) -> int:
+    """Proportional resident memory of a process: shared pages are counted once."""
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text("ascii")
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("Pss:"))
+
+
+def namespaces() -> str:
+    """Our PID and network namespaces (namespaces(7)); empty where the system does not tell."""
+    with contextlib.suppress(OSError):
+        return "\n".join(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))
+    return ""
+
+
+def _boot() -> str:
+    """This boot's id; a dash where the system does not tell, as in some sandboxes."""
+    try:
+        return _BOOT_ID.read_text("ascii").strip() or "-"
+    except OSError:
+        return "-"
 
 
 def _works_in(pid: int, folder: Path) -> bool:

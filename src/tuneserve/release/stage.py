@@ -57,7 +57,13 @@ def release(request: ReleaseRequest) -> dict[str, Any]:
     listen = _listen(request, places.keys)
     name = request.serve.name
     with state.lock_name(places, name, f"releasing {request.artifact or request.model.name}"):
-        listen = entrance.check(places, servers.keeper, listen, name)
+        listen = entrance.check(
+            places,
+            servers.keeper,
+            listen,
+            name,
+            may_hold_less=request.serve.hold_seconds is not None,
+        )
         try:
             record, reused = _release_locked(servers, request, facts, rows, side, listen)
             servers.ensure_gateway(listen)  # loading took minutes: is the address still ours?
@@ -87,7 +93,8 @@ def _release_locked(
     if record and record.proven and record.id == champion and answers:
         log.info("%s already serves this model as %s", name, record.id)
         return record, True
-    if record and record.proven and champion in (None, record.id):
+    kept = record is not None and servers.keeper.info(server_program(record.id)) is not None
+    if record and record.proven and kept and champion in (None, record.id):
         log.info("%s was proven before and nothing else serves: starting it again", record.id)
         _start_anew(servers, record, champion, request.serve)
         return record, True
@@ -108,16 +115,23 @@ def _start_anew(
     servers: promote.Servers, record: state.Release, champion: str | None, serve: ServeSection
 ) -> None:
     """Start a release that was proven before and make it current; one that runs, but answers
-    nothing, is ended first."""
+    nothing, is ended first, after what it may still answer."""
+    promote.check_startable(servers, record)
+    drain_seconds = float(serve.drain_timeout_seconds)
     with promote.promoting(servers, record):
-        servers.stop(record.id)
         try:
+            if champion:
+                servers.hold(record.name)
+                servers.drain(record.id, drain_seconds)
+            servers.stop(record.id)
             promote.start_again(servers, record, serve.ready_timeout_seconds)
         except BaseException:
-            if champion is None:  # else the process keeper goes on trying
+            if champion:  # the process keeper goes on trying
+                servers.switch(record.name, record.id)
+            else:
                 servers.stop(record.id)
             raise
-    promote.make_current(servers, record, drain_seconds=float(serve.drain_timeout_seconds))
+    promote.make_current(servers, record, drain_seconds=drain_seconds)
 
 
 def _listen(request: ReleaseRequest, keys_file: Path) -> address.Listen:

@@ -28,8 +28,11 @@ from tuneserve.release.keys import without_keys
 from tuneserve.release.layout import Layout
 from tuneserve.release.sessions import (
     end_session,
+    namespaces,
     process_start,
+    pss_bytes,
     recorded_session,
+    runs_with,
     session_members,
 )
 
@@ -115,9 +118,9 @@ class Keeper:
         self.end_leftovers()  # of a supervisord that was killed: nobody may hold memory or the port
         config = self.places.conf / "supervisord.conf"
         config.write_text(_daemon_config(self.places), encoding="utf-8")
-        command = [sys.executable, "-m", "supervisor.supervisord", "-c", str(config)]
+        self._namespaces_file().write_text(namespaces(), encoding="ascii")
         started = subprocess.run(
-            command,
+            [sys.executable, "-m", "supervisor.supervisord", "-c", str(config)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -181,21 +184,27 @@ class Keeper:
         Raises:
             ServerError: Some of its processes cannot be ended.
         """
-        session = self._session(name)
-        with contextlib.suppress(_NotRunning):
-            self._call("stopProcess", name, False)
-        if session and at_once:
-            end_session(session, patience_seconds=_KILL_SECONDS)
+        session = self._stop(name, at_once)
         while (info := self.info(name)) and (info.up or info.state == "STOPPING"):
+            if info.up:  # somebody started it again meanwhile
+                session = self._stop(name, at_once) or session
             time.sleep(0.1)
         if session:
             end_session(session, patience_seconds=_KILL_SECONDS)
             if left := session_members(session):
                 raise ServerError(
                     f"processes {left} of {name} cannot be ended",
-                    hint="they hang in the kernel: look at the device driver, or restart the "
-                    "machine",
+                    hint="they hang in the kernel: look at the driver, or restart the machine",
                 )
+
+    def _stop(self, name: str, at_once: bool) -> int | None:
+        """Ask for a program's end; returns its session."""
+        session = self._session(name)
+        with contextlib.suppress(_NotRunning):
+            self._call("stopProcess", name, False)
+        if session and at_once:
+            end_session(session, patience_seconds=_KILL_SECONDS)
+        return session
 
     def remove(self, name: str) -> None:
         """End a program at once and forget it."""
@@ -235,7 +244,7 @@ class Keeper:
 
     def memory_bytes(self, name: str) -> int:
         """Proportional resident memory of a program's server: shared pages are counted once."""
-        return sum(_pss_bytes(pid) for pid in self.members(name))
+        return sum(pss_bytes(pid) for pid in self.members(name))
 
     def shutdown(self) -> None:
         """End supervisord and everything it keeps, and whatever it left behind."""
@@ -264,7 +273,7 @@ class Keeper:
                 end_session(session)
             record.unlink(missing_ok=True)
         for entry in os.listdir("/proc"):
-            if entry.isdigit() and _runs_for(int(entry), self.places.root):
+            if entry.isdigit() and runs_with(int(entry), f"{RUN_VARIABLE}={self.places.root}"):
                 found.append(int(entry))
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(entry), signal.SIGKILL)
@@ -272,6 +281,17 @@ class Keeper:
             log.warning("ended %d processes that no keeper looked after: %s", len(found), found)
         self.places.keeper_socket.unlink(missing_ok=True)
         return found
+
+    def is_elsewhere(self) -> bool:
+        """Whether the processes live in other PID or network namespaces than ours: we see neither
+        them nor what they listen on."""
+        try:
+            return self._namespaces_file().read_text("ascii") != namespaces()
+        except FileNotFoundError:  # started by an earlier version
+            return process_start(int(self._call("getPID"))) is None
+
+    def _namespaces_file(self) -> Path:
+        return self.places.conf / "namespaces"
 
     def _group_file(self, name: str) -> Path:
         return self.places.conf / "programs" / f"{name}.group"
@@ -378,21 +398,3 @@ stdout_logfile_backups=3
 def _escaped(path: Path | str) -> str:
     """A value in supervisord's configuration, where % begins an expansion."""
     return str(path).replace("%", "%%")
-
-
-def _runs_for(pid: int, root: Path) -> bool:
-    if pid == os.getpid():
-        return False
-    try:
-        environment = Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return False
-    return f"{RUN_VARIABLE}={root}".encode() in environment.split(b"\0")
-
-
-def _pss_bytes(pid: int) -> int:
-    try:
-        text = Path(f"/proc/{pid}/smaps_rollup").read_text("ascii")
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("Pss:"))
