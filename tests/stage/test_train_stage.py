@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,22 @@ from tuneserve.stages import StageContext
 from tuneserve.train.recipe import make_recipe, training_order
 from tuneserve.train.stage import run
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "float32")
 
 TRAIN = {"effective_batch": 4, "epochs": 2, "learning_rate": 4e-3, "save_steps": 5}
 
 
 @pytest.fixture(scope="module")
+def float32() -> Iterator[None]:
+    """As on a CPU without bfloat16: losses that are worked out another way agree closely."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tuneserve.lm.hardware.compute_dtype", lambda device: torch.float32)
+        yield
+
+
+@pytest.fixture(scope="module")
 def trained(
-    tmp_path_factory: pytest.TempPathFactory, pico_model: Path, dataset: Artifact
+    tmp_path_factory: pytest.TempPathFactory, pico_model: Path, dataset: Artifact, float32: None
 ) -> tuple[StageContext, dict[str, Any]]:
     context = make_context(
         tmp_path_factory.mktemp("qlora"), pico_model, {"dataset": dataset}, TRAIN
@@ -107,6 +116,9 @@ def test_peft_loads_it_and_finds_the_same_loss(
         context.base, dtype=dtype, quantization_config=config, device_map="cpu"
     )
     model = peft.PeftModel.from_pretrained(base, context.out).eval()
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # its kernel rounds what goes in
     table = pq.read_table(dataset.path / "eval.parquet").to_pylist()
     total, count = 0.0, 0
     with torch.no_grad():
