@@ -28,6 +28,16 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
+def float32() -> Iterator[None]:
+    """As on a CPU without bfloat16: losses that are worked out another way agree closely."""
+    import torch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tuneserve.lm.hardware.compute_dtype", lambda device: torch.float32)
+        yield
+
+
+@pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory, pico_model: Path) -> Artifact:
     """Rows of pico's world as a dataset artifact."""
     return pico_dataset(tmp_path_factory.mktemp("data") / "dataset", pico_model)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import tracemalloc
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,14 +26,6 @@ from tuneserve.train.stage import run as train
 pytestmark = pytest.mark.usefixtures("one_thread", "float32")
 
 TRAIN = {"effective_batch": 4, "max_steps": 8, "learning_rate": 4e-3}
-
-
-@pytest.fixture(scope="module")
-def float32() -> Iterator[None]:
-    """As on a CPU without bfloat16: losses that are worked out another way agree closely."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tuneserve.lm.hardware.compute_dtype", lambda device: torch.float32)
-        yield
 
 
 @pytest.fixture(scope="module")

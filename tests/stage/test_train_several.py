@@ -32,7 +32,7 @@ from tuneserve.train import launch, rank
 from tuneserve.train.checkpoints import SEAL
 from tuneserve.train.stage import run
 
-pytestmark = pytest.mark.usefixtures("one_thread", "float32")
+pytestmark = pytest.mark.usefixtures("one_thread", "float32_ranks")
 
 TRAIN = {
     "effective_batch": 8,
@@ -50,10 +50,9 @@ Trained = tuple[StageContext, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def float32() -> Iterator[None]:
-    """In this process, and in the ranks that it starts."""
+def float32_ranks(float32: None) -> Iterator[None]:
+    """Also in the ranks that this process starts."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tuneserve.lm.hardware.compute_dtype", lambda device: torch.float32)
         patch.setattr(launch, "_RANK", (str(SHIM),))
         patch.setenv("RANK_SHIM_DTYPE", "float32")
         yield
@@ -61,7 +60,10 @@ def float32() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def alone(
-    tmp_path_factory: pytest.TempPathFactory, pico_model: Path, dataset: Artifact, float32: None
+    tmp_path_factory: pytest.TempPathFactory,
+    pico_model: Path,
+    dataset: Artifact,
+    float32_ranks: None,
 ) -> Trained:
     context = make_context(
         tmp_path_factory.mktemp("one"), pico_model, {"dataset": dataset}, TRAIN, {"micro_batch": 2}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +24,6 @@ from tuneserve.train.stage import run
 pytestmark = pytest.mark.usefixtures("one_thread", "float32")
 
 TRAIN = {"effective_batch": 4, "epochs": 2, "learning_rate": 4e-3, "save_steps": 5}
-
-
-@pytest.fixture(scope="module")
-def float32() -> Iterator[None]:
-    """As on a CPU without bfloat16: losses that are worked out another way agree closely."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tuneserve.lm.hardware.compute_dtype", lambda device: torch.float32)
-        yield
 
 
 @pytest.fixture(scope="module")
