@@ -140,6 +140,14 @@ def test_known_architectures_are_read_without_importing_an_engine() -> None:
     assert found.stdout.strip() == "[]"
 
 
+def test_architectures_are_known_also_where_training_hides_gptqmodel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "gptqmodel", None)
+    gptqmodel_types.cache_clear()
+    assert "llama" in gptqmodel_types()
+
+
 def test_d04_a_missing_or_quantized_head() -> None:
     tied, untied = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
     embedding = {"model.embed_tokens.weight": 0}

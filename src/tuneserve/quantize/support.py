@@ -7,9 +7,9 @@ at module level, so reading the source is enough. In an environment without them
 from __future__ import annotations
 
 import ast
-import importlib.util
 from collections.abc import Mapping
 from functools import cache
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,8 @@ def vllm_architectures() -> frozenset[str]:
 
 
 def _dict_keys(package: str, file: str, variables: tuple[str, ...]) -> frozenset[str]:
-    spec = importlib.util.find_spec(package)  # finds a top-level package without importing it
+    # On disk: a process that trains hides GPTQModel from imports (`tuneserve.lm.load`).
+    spec = PathFinder.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         return frozenset()
     path = Path(next(iter(spec.submodule_search_locations))) / file
