@@ -61,8 +61,8 @@ class GateReport:
 
     @property
     def would_pass(self) -> list[str]:
-        """Settings with which the refused gates would have passed."""
-        return [gate.would_pass for gate in self.refused if gate.would_pass]
+        """Settings with which the refused gates would have passed, each once."""
+        return list(dict.fromkeys(gate.would_pass for gate in self.refused if gate.would_pass))
 
     def to_json(self) -> dict[str, Any]:
         """For programs."""
@@ -90,8 +90,12 @@ class GateReport:
             list(data.get("rungs", ())),
         )
 
-    def raise_if_refused(self, release: str) -> None:
+    def raise_if_refused(self, release: str, *, in_16_bits: bool = False) -> None:
         """Raise when a gate was not passed.
+
+        Args:
+            release: Its id.
+            in_16_bits: Nothing was lost to 4 bits, so another export is no advice.
 
         Raises:
             GateRefused: Names every gate that refused, with its numbers.
@@ -99,12 +103,13 @@ class GateReport:
         if not self.refused:
             return
         reasons = "; ".join(f"{gate.name}: {gate.found}" for gate in self.refused)
+        export = "" if in_16_bits else " try 16 bits too (`quantize.methods: [gptq, none]`),"
         changes = f" ({', '.join(self.would_pass)})" if self.would_pass else ""
         raise GateRefused(
             f"release {release} was refused by {len(self.refused)} of {len(self.gates)} gates: "
             f"{reasons}",
             expected="; ".join(f"{gate.name}: {gate.wanted}" for gate in self.refused),
-            hint="what was serving goes on serving; train longer, choose another quantize method, "
-            f"or change the thresholds in gates{changes}",
+            hint=f"what was serving goes on serving; train longer,{export} or change the "
+            f"thresholds in gates{changes}",
             details={**self.to_json(), "would_pass": self.would_pass},
         )

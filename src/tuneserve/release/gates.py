@@ -23,6 +23,8 @@ MODELS = ("base", "adapter", "merged", "served", "champion")
 _CHAMPION = "not worse than the champion"
 _NO_GAIN = "gates.must_beat_base: false"
 _WITHOUT_CHAMPION = "gates.allow_undecided: true, or gates.compare_champion: false"
+# Above so many times the conversations that there are, a number needed is no advice.
+_FAR_MORE = 100
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,8 @@ def _too_few(config: GatesSection, interval: Interval, limit: float) -> str:
     room, spread = limit - interval.mean, interval.high - interval.mean
     # A bound narrows with the square root of the number of conversations.
     if room > 0 and math.isfinite(spread):
+        if spread > room * math.sqrt(_FAR_MORE):
+            return f"{held_out} are too few, far more would be needed"
         return f"{held_out} are too few, about {math.ceil(count * (spread / room) ** 2)} would do"
     return f"{held_out} are too few"
 

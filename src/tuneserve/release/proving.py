@@ -117,7 +117,7 @@ def prove(servers: promote.Servers, candidate: Candidate) -> None:
         log.warning("skipped: %s", reason)
     folder = _write_report(servers, candidate, report, measured, command.arguments)
     try:
-        report.raise_if_refused(record.id)
+        report.raise_if_refused(record.id, in_16_bits=candidate.facts.quantization is None)
     except GateRefused as error:
         error.details["report_folder"] = str(folder)
         raise
