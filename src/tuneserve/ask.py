@@ -26,6 +26,13 @@ def ask_endpoint(
     found = status()
     name = name or found["default"]
     serving = sorted(n for n, entry in found["names"].items() if entry["state"] == "serving")
+    entry = found["names"].get(name, {})
+    if entry.get("state") == "down" and entry["release"]:
+        raise InputError(
+            f"served name {name!r} is down",
+            expected="a name that serves",
+            hint="`tuneserve up` starts it",
+        )
     if name not in serving:
         raise InputError(
             f"served name {name!r} does not serve" if name else "nothing is serving",

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tuneserve.places import store_root
+from tuneserve.errors import TuneserveError
+from tuneserve.places import run_root, store_root
 from tuneserve.plan.machine import Gpu, driver_version, first_gpu, memory
 from tuneserve.progress import human_bytes
 
@@ -265,13 +266,30 @@ def _port(port: int) -> Finding:
         except PermissionError:
             return Finding("port", "fail", f"{port} needs root", "set serve.port to 1024 or more")
         except OSError:
-            return Finding(
-                "port",
-                "warn",
-                f"somebody listens on {port}",
-                "fine if it is our own gateway (`tuneserve status`); else set serve.port",
-            )
+            if _is_ours(port):
+                return Finding("port", "ok", f"our own gateway listens on {port}")
+            return Finding("port", "warn", f"somebody listens on {port}", "set serve.port")
     return Finding("port", "ok", f"{port} is free")
+
+
+def _is_ours(port: int) -> bool:
+    """Whether the gateway of this TUNESERVE_HOME has the port."""
+    if not run_root().is_dir():
+        return False
+    from tuneserve.release import entrance, state
+    from tuneserve.release.address import Listen
+    from tuneserve.release.layout import layout
+    from tuneserve.release.supervisor import Keeper
+
+    places = layout()
+    try:
+        known = state.read(places).gateway
+        listen = Listen(**known) if known else None
+        return (
+            listen is not None and port in listen.ports and entrance.listens(Keeper(places), listen)
+        )
+    except TuneserveError:  # `status` says what is wrong there
+        return False
 
 
 def _program(name: str, program: str, package: str) -> Finding:

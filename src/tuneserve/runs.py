@@ -110,9 +110,16 @@ class Runs:
                 "state": record.state,
                 "ended": record.ended,
                 "stage": record.stage,
-                "error": record.error.partition("\n  expected: ")[0],
+                "error": reason(record),
             }
             for served, record in found.items()
+        }
+
+    def under_way(self) -> dict[str, dict[str, Any]]:
+        """The latest running run of each served name: run, stage and since when."""
+        return {
+            record.served: {"run": record.id, "stage": record.stage, "since": record.started}
+            for record in self.running()
         }
 
     def save(self, record: RunRecord) -> None:
@@ -178,6 +185,17 @@ class Runs:
         except FileNotFoundError:
             pass
         return True
+
+
+def reason(record: RunRecord) -> str:
+    """What ended a run, without what was expected and what to do."""
+    return record.error.partition("\n  expected: ")[0]
+
+
+def seconds_taken(record: RunRecord, *, at: str) -> float:
+    """Seconds from a run's start to its end, or to `at` (ISO 8601) while it has none."""
+    began, ended = (datetime.fromisoformat(when) for when in (record.started, record.ended or at))
+    return (ended - began).total_seconds()
 
 
 def summary(record: RunRecord) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from cryptography.x509.oid import NameOID
 
 import release_stub as stub
 from release_house import House, keeper, processes_of, wait_for
+from tuneserve import doctor
 from tuneserve.ask import ask_endpoint
 from tuneserve.errors import GateRefused, PortTaken, RunFileError, ServerError
 from tuneserve.release import control, keep, promote, stage, state, supervisor
@@ -203,6 +204,7 @@ def test_a_change_of_the_gateway_that_was_not_written_down_is_undone(house: Hous
     release(house.request("a"))
     servers = promote.Servers(layout(), keeper())
     known = Listen(**state.read(layout()).gateway)
+    assert doctor._port(house.port).found == f"our own gateway listens on {house.port}"
 
     def change_and_die(**changes: Any) -> None:
         servers.ensure_gateway(replace(known, **changes))

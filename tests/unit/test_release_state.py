@@ -77,6 +77,10 @@ def test_keys_are_random_named_and_revocable(tmp_path: Path) -> None:
     first, second = keys.add_key(path, "alice"), keys.add_key(path, "bob")
     assert first != second and len(first) > 40
     assert path.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(InputError, match="`tuneserve keys revoke alice` first"):
+        keys.add_key(path, "alice")
+    assert keys.read_keys(path) == {"alice": first, "bob": second}
+    keys.add_key(path, "bob", second)  # as `serve.api_key_env` does at every release
     assert keys.read_keys(path) == {"alice": first, "bob": second}
     keys.revoke_key(path, "alice")
     assert keys.read_keys(path) == {"bob": second}

@@ -5,8 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from tuneserve.ask import ask_endpoint
+from tuneserve.cli.app import app
+from tuneserve.errors import InputError
+from tuneserve.release import control, state
 from tuneserve.release.control import status
+from tuneserve.release.layout import layout
+from tuneserve.release.ready import saying
 from tuneserve.release.status_text import status_text
 from tuneserve.runs import RunRecord, Runs
 
@@ -63,3 +70,53 @@ def test_it_stands_beside_what_serves(runs: Runs) -> None:
     ended(runs, 2, "confirmed")
     shown["last_runs"] = runs.last_ends()
     assert status_text(shown).splitlines()[-1] == "  last run: confirmed, 2026-11-30T02:02:00Z"
+
+
+def test_runs_shows_the_time_from_start_to_end_and_the_whole_reason(runs: Runs) -> None:
+    record = RunRecord("run1", "weekly", "support", "failed", "2026-11-30T02:01:00.000+00:00")
+    record.ended, record.stage = "2026-11-30T02:04:05.000+00:00", "train"
+    record.seconds, record.error = {"train": 7.0}, "out of memory\nwhile training\n  expected: more"
+    runs.save(record)
+    ended(runs, 9, "running")  # killed: nobody saw when
+    assert CliRunner().invoke(app, ["runs"]).stdout.splitlines() == [
+        "2026-11-30T02:01:00  support  failed in train  (3 min 05 s, run run1)",
+        "    out of memory while training",
+        "2026-11-30T02:09:00  support  stale in train  (run run9)",
+    ]
+
+
+def test_a_run_under_way_is_said(runs: Runs) -> None:
+    at = "2026-11-30T02:01:00.000+00:00"
+    with runs.recording(RunRecord("run1", "weekly", "support", started=at, stage="merge")):
+        assert status_text(status()).splitlines()[1:] == [
+            "support: run under way: merge, since 2026-11-30T02:01:00Z"
+        ]
+    assert status()["runs_under_way"] == {}
+
+
+def test_what_is_down_is_started_by_up(runs: Runs) -> None:
+    with state.change(layout()) as changed:
+        made = changed.add("support", "0123456789", "m", "")
+        changed.names["support"] = state.Name(active=made.id, since="then", wanted="down")
+        changed.default = "support"
+    shown = status_text(status()).splitlines()
+    assert shown[1] == ("support (default): down, release r0001-01234567; `tuneserve up` starts it")
+    with pytest.raises(InputError, match="is down[^`]*`tuneserve up` starts it"):
+        ask_endpoint("Hello?")
+
+
+def test_logs_of_a_name_whose_releases_were_refused(runs: Runs) -> None:
+    with state.change(layout()) as changed:
+        changed.add("support", "0123456789", "m", "")
+        changed.add("support", "123456789a", "m", "")
+    newest = layout().server_log("r0002-12345678")
+    assert control.log_files("support") == control.log_files() == [newest]
+    with pytest.raises(InputError, match="one of support, .*train"):
+        control.log_files("suport")
+
+
+def test_a_message_of_several_lines_is_told_by_its_first(tmp_path: Path) -> None:
+    said = "(Core pid=7) INFO 11-30 09:00:00 [omp.py:184] "
+    log = tmp_path / "log"
+    log.write_text(f"{said}OpenMP thread binding:\n{said}\treserved_cpus=[]\n")
+    assert saying(log) == "OpenMP thread binding:"

@@ -48,7 +48,7 @@ def release(
 @app.command(epilog="Example: tuneserve ask 'How long is the warranty?'")
 def ask(
     question: Annotated[str, typer.Argument(help="What to ask.")],
-    name: Annotated[str | None, typer.Option(help="Served name; unset: the only one.")] = None,
+    name: Annotated[str | None, typer.Option(help="Served name; unset: the default one.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 256,
     as_json: JsonOption = False,
 ) -> None:
@@ -89,7 +89,7 @@ def keep() -> None:
     keep_servers()
 
 
-@app.command(epilog="Example: tuneserve promote support-3")
+@app.command(epilog="Example: tuneserve promote r0003")
 def promote(
     release_id: Annotated[str, typer.Argument(help="Release id.", metavar="RELEASE")],
     keep_warm: KeepWarmOption = False,
@@ -159,13 +159,14 @@ def keys(
         raise typer.BadParameter("use `keys list`, `keys add NAME` or `keys revoke NAME`")
     if action == "add":
         key = control.add_key(name)
-        show(
-            {"name": name, "key": key},
-            f"{key}\n(shown this once; send it as a Bearer token)",
-            as_json,
-        )
+        text = f"{key}\n(shown this once; send it as a Bearer token)"
+        if not control.asks_for_keys():
+            text += "\n(the endpoint asks for keys from the next release on)"
+        show({"name": name, "key": key}, text, as_json)
         return
     if action == "revoke":
         control.revoke_key(name)
+        show({"revoked": name, "keys": control.key_names()}, f"revoked {name}", as_json)
+        return
     found = control.key_names()
     show({"keys": found}, "\n".join(found) or "no keys", as_json)

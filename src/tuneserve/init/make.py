@@ -231,7 +231,7 @@ def _found_lines(choice: Choice, found: DataLook | None) -> Iterator[str]:
         f"serving {human_bytes(serve.peak.needed_bytes)}"
     )
     how = "converted, once" if choice.run.model.base.startswith("builtin:") else "downloaded"
-    disk = f"Disk: {human_bytes(plan.disk_bytes)}"
+    disk = f"Disk needed: {human_bytes(plan.disk_bytes)}"
     yield disk + (
         f", {human_bytes(plan.download_bytes)} of it {how}" if plan.download_bytes else ""
     )

@@ -77,15 +77,16 @@ def release_model_dir(
 
 def status() -> dict[str, Any]:
     """What is serving: `endpoint`, `gateway`, and per name its release, state, since, health,
-    load, history; and under `last_runs` how the last run of each name ended.
+    load, history; under `last_runs` how the last run of each name ended, and under
+    `runs_under_way` what runs now.
 
     A switch that was killed half-way is put in order first, when nobody else is at it. What cannot
     be put in order is logged; nothing is waited for longer than a few seconds.
     """
-    ends = Runs().last_ends()
+    runs = {"last_runs": Runs().last_ends(), "runs_under_way": Runs().under_way()}
     if not run_root().is_dir():
         down: dict[str, Any] = {"endpoint": None, "gateway": "down", "default": None, "names": {}}
-        return {**down, "last_runs": ends}
+        return {**down, **runs}
     places = layout()
     servers = promote.Servers(places, Keeper(places))
     busy = put_in_order(servers)
@@ -110,7 +111,7 @@ def status() -> dict[str, Any]:
         "keys": names_of_keys(places),
         "tls_root": str(root_certificate(places)) if listen and listen.tls == "internal" else None,
         "names": names,
-        "last_runs": ends,
+        **runs,
     }
 
 
@@ -300,7 +301,8 @@ def _all_names(servers: promote.Servers, doing: str) -> Iterator[None]:
 
 
 def log_files(which: str | None = None) -> list[Path]:
-    """Log files to show: of a served name's current release, of a release, a stage, the gateway.
+    """Log files to show: of a served name's current release (where nothing passed yet: its latest),
+    of a release, a stage, the gateway.
 
     Args:
         which: A served name, a release id, ``gateway``, ``access``, ``keeper`` or a stage, whose
@@ -320,24 +322,37 @@ def log_files(which: str | None = None) -> list[Path]:
         return [fixed[which]]
     if which in STAGES and which not in known.names:
         return [latest_log(which)]
-    name = which or known.default
+    latest = {record.name: record.id for record in known.releases.values()}
+    active = {name: entry.active for name, entry in known.names.items() if entry.active}
+    shown = {**latest, **active}
+    name = which or known.default or next(reversed(latest), None)
     if name is None:
         raise _nothing_yet()
-    if name in known.names:
-        active = known.names[name].active
-        if active is None:
-            raise InputError(
-                f"{name} has no release",
-                expected="a name that something was released under",
-                hint="`tuneserve status` shows what there is",
-            )
-        return [places.server_log(active)]
+    if name in shown:
+        return [places.server_log(shown[name])]
+    if not any(id.startswith(name) for id in known.releases):
+        raise InputError(
+            f"{name!r} is no served name, release or stage",
+            expected=f"one of {', '.join([*sorted(shown), *STAGES, *fixed])}, or a release's id",
+            hint="`tuneserve status` shows the releases of each name",
+        )
     return [places.server_log(known.release(name).id)]
 
 
 def add_key(name: str) -> str:
-    """Make a new API key called `name`; it works at once when the gateway asks for keys."""
+    """Make a new API key called `name`; it works at once when the gateway asks for keys.
+
+    Raises:
+        InputError: There is one of that name.
+    """
     return keys.add_key(layout().keys, name)
+
+
+def asks_for_keys() -> bool:
+    """Whether the gateway asks for keys now; on loopback it does from the first release on that
+    finds some."""
+    known = state.read(layout()).gateway
+    return bool(known) and Listen(**known).needs_key
 
 
 def revoke_key(name: str) -> None:

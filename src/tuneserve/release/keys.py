@@ -95,16 +95,17 @@ def _unpaired(path: Path, line: int, found: str) -> InputError:
 
 
 def add_key(path: Path, name: str, key: str | None = None) -> str:
-    """Add or replace the key called `name`; a random one unless given. Returns the key.
+    """Add the key called `name`, or replace it by the one given; without, a random one is made.
+    Returns the key.
 
     Raises:
-        InputError: The name or the key cannot be used.
+        InputError: The name or the key cannot be used, or a random one would replace another.
     """
     if not _NAME.fullmatch(name):
         raise InputError(
             f"key name {name!r}", expected="letters, digits, dots and dashes", hint="rename it"
         )
-    key = key or f"tsk-{secrets.token_urlsafe(32)}"
+    given, key = key, key or f"tsk-{secrets.token_urlsafe(32)}"
     if not re.fullmatch(KEY_PATTERN, key):
         raise InputError(
             f"the key {name!r} has {len(key)} characters, or some that a header cannot carry",
@@ -112,7 +113,14 @@ def add_key(path: Path, name: str, key: str | None = None) -> str:
             hint='make one with: python -c "import secrets; print(secrets.token_urlsafe(32))"',
         )
     with _alone(path):
-        _write(path, {**read_keys(path), name: key})
+        known = read_keys(path)
+        if given is None and name in known:  # applications use it
+            raise InputError(
+                f"there is a key named {name!r} already",
+                expected="a new name",
+                hint=f"to replace it, `tuneserve keys revoke {name}` first",
+            )
+        _write(path, {**known, name: key})
     return key
 
 

@@ -124,7 +124,8 @@ def saying(log_file: Path) -> str:
 
     Its warnings are for those who run it by hand, and stay in its log.
     """
-    found = re.findall(r"INFO [-\d]+ [:\d]+ \[[^]]*\] (.*)", tail(log_file, 200))
+    # What is indented goes on with a message of several lines: a table or settings.
+    found = re.findall(r"INFO [-\d]+ [:\d]+ \[[^]]*\] (\S.*)", tail(log_file, 200))
     return textwrap.shorten(found[-1], 110, placeholder=" ...") if found else ""
 
 

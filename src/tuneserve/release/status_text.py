@@ -15,15 +15,20 @@ def status_text(status: Mapping[str, Any]) -> str:
     run ended.
     """
     ends = dict(status.get("last_runs") or {})
+    under_way = dict(status.get("runs_under_way") or {})
     if not status["names"]:
         nothing = "nothing was released yet; `tuneserve run RUN.yaml` does"
-        return "\n".join([nothing, *_ends(ends)])
+        return "\n".join([nothing, *_ends(ends), *_under_way(under_way)])
     lines = [f"endpoint: {status['endpoint'] or '(the gateway is down)'}"]
     if status.get("tls_root"):
         lines.append(f"  clients must trust {status['tls_root']}")
     for name, entry in status["names"].items():
         mark = " (default)" if name == status.get("default") else ""
-        lines.append(f"{name}{mark}: {entry['state']}, release {entry['release'] or '-'}")
+        down = entry["state"] == "down" and entry["release"]
+        lines.append(
+            f"{name}{mark}: {entry['state']}, release {entry['release'] or '-'}"
+            + ("; `tuneserve up` starts it" if down else "")
+        )
         if entry["release"]:
             lines.append(f"  since {entry['since']}, {entry['health']}, {_load(entry)}")
         losses = entry.get("losses") or {}
@@ -39,7 +44,9 @@ def status_text(status: Mapping[str, Any]) -> str:
         lines += _history(entry)
         if name in ends:
             lines.append(f"  last run: {_end(ends.pop(name))}")
-    return "\n".join([*lines, *_ends(ends)])
+        if name in under_way:
+            lines.append(f"  {_now(under_way.pop(name))}")
+    return "\n".join([*lines, *_ends(ends), *_under_way(under_way)])
 
 
 def _load(entry: Mapping[str, Any]) -> str:
@@ -55,6 +62,14 @@ def _load(entry: Mapping[str, Any]) -> str:
 
 def _ends(ends: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return [f"{served}: nothing serves; last run: {_end(end)}" for served, end in ends.items()]
+
+
+def _under_way(running: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    return [f"{served}: {_now(run)}" for served, run in running.items()]
+
+
+def _now(run: Mapping[str, Any]) -> str:
+    return f"run under way: {run['stage'] or 'start'}, since {run['since'][:19]}Z"
 
 
 def _end(end: Mapping[str, Any]) -> str:
