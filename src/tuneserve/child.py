@@ -188,7 +188,8 @@ def _log_to_stderr() -> None:
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
     for noisy in ("httpx", "httpcore", "urllib3", "matplotlib", "datasets", "fsspec"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    # Words between library developers: extensions of other cards, how an enum is registered.
-    for noisy in ("torchao", "torch.utils._pytree"):
+    # Words between library developers: extensions of other cards, how an enum is registered, and
+    # that a kernel from the hub, which we never ask, is not there: bitsandbytes' own is.
+    for noisy in ("torchao", "torch.utils._pytree", "bitsandbytes.backends.cpu.ops"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.module != "real_accelerator")

@@ -95,3 +95,5 @@ def log_to_stderr() -> None:
     )
     for noisy in ("httpx", "httpcore", "urllib3", "matplotlib", "fsspec"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    # Its advice to install a kernel from the hub, as in `tuneserve.child`.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

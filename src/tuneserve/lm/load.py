@@ -40,7 +40,9 @@ def quiet_libraries(*, deepspeed: bool = False) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     warnings.filterwarnings("ignore", category=FutureWarning)
-    for noisy in ("torchao", "torch.utils._pytree", "accelerate.utils.modeling"):
+    # bitsandbytes misses a kernel from the hub, and has its own.
+    developers = ("torchao", "torch.utils._pytree", "bitsandbytes.backends.cpu.ops")
+    for noisy in (*developers, "accelerate.utils.modeling"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
     import transformers
 
