@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import socket
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -42,6 +43,8 @@ def alone(run: RunFile, flow_run_id: str) -> Iterator[None]:
     Raises:
         DeviceBusy: Another run holds it (see `overlap` in the run file).
     """
+    # The service logs from its own thread, also after we have heard of it: so for good.
+    logging.getLogger("prefect._internal.concurrency").addFilter(_no_mere_wait)
     limit = f"tuneserve-{run.serve.name}"
     patience = run.overlap.max_wait_seconds if run.overlap.when_busy == "wait" else 0.0
     deadline = time.monotonic() + patience
@@ -105,6 +108,13 @@ def _slot(limit: str, flow_run_id: str) -> contextlib.AbstractContextManager[Non
         holder=ConcurrencyLeaseHolder(type="flow_run", id=UUID(flow_run_id)),
         raise_on_lease_renewal_failure=False,  # a server that is away must not end the run
     )
+
+
+def _no_mere_wait(record: logging.LogRecord) -> bool:
+    """Drop what Prefect logs as an error when a look for a slot finds none: we are told as well."""
+    service = record.args[0] if isinstance(record.args, tuple) and record.args else None
+    looks = service == "ConcurrencySlotAcquisitionWithLeaseService"
+    return not (looks and isinstance(sys.exc_info()[1], TimeoutError))
 
 
 def _holder(client: SyncPrefectClient, served: str) -> str | None:
