@@ -376,6 +376,8 @@ def test_real_command_prints_one_object_or_the_first_findings(tmp_path: Path, ba
     assert Path(found["tokenizer"]).parent == Path(found["path"])
     assert (Path(found["tokenizer"]) / "tokenizer.json").is_file()
     assert Path(found["path"]).name == found["artifact"]
+    held_out = found["eval_conversations"]  # a tenth of 30: fewer than the gates need
+    assert held_out < 8 and f"the run would be refused: {held_out} conversation" in done.stderr
     stored = sorted(p.name for p in Path(found["path"]).parent.iterdir())
 
     done = validate("bad")

@@ -247,6 +247,21 @@ def test_stage_and_command_give_the_same(
     assert run_stage(context) == plan_run(run(base))
 
 
+def test_data_that_are_not_there_yet_are_said(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("tuneserve.plan.build.look", lambda *_, **__: machine(80))
+    (tmp_path / "here.jsonl").touch()
+    there = [str(tmp_path / "here.jsonl"), str(tmp_path / "h*.jsonl"), "s3://bucket/a.jsonl"]
+    paths = {"train": [*there, str(tmp_path / "gone.jsonl")], "eval": [str(tmp_path / "e*.jsonl")]}
+    assert plan_run(run(base, data=paths))["table"]
+    said = [r.getMessage() for r in caplog.records if r.getMessage().startswith("data.")]
+    assert said == [
+        f"data.{side}: {paths[side][-1]}: there is no such file; the run will need it"
+        for side in ("train", "eval")
+    ]
+
+
 def test_a_card_that_torch_cannot_use_stops_the_run(
     base: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

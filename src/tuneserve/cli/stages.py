@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -22,6 +23,11 @@ from tuneserve.cli.app import (
     what_next,
 )
 
+if TYPE_CHECKING:
+    from tuneserve.config import RunFile
+
+log = logging.getLogger(__name__)
+
 
 @app.command(epilog="Example: tuneserve validate deploy/runs/demo.yaml")
 def validate(run_file: RunArgument, as_json: JsonOption = False) -> None:
@@ -29,6 +35,7 @@ def validate(run_file: RunArgument, as_json: JsonOption = False) -> None:
     run = load(run_file)
     result = validated(run)[1]
     metrics = result.metrics
+    _warn_of_refusal(run, metrics)
     folder = Path(result.path or "")
     data = {
         **metrics,
@@ -46,6 +53,17 @@ def validate(run_file: RunArgument, as_json: JsonOption = False) -> None:
         what_next(f"tuneserve plan {shlex.quote(str(run_file))}"),
     ]
     show(data, "\n".join(lines), as_json)
+
+
+def _warn_of_refusal(run: RunFile, metrics: dict[str, Any]) -> None:
+    """Say what a run will be refused for although its rows are fine."""
+    from tuneserve.errors import RunFileError
+    from tuneserve.ladder import check_held_out
+
+    try:
+        check_held_out(run, metrics.get("eval_conversations", metrics.get("eval_rows")))
+    except RunFileError as error:
+        log.warning("the run would be refused: %s; %s", error.message, error.hint)
 
 
 @app.command(epilog="Example: tuneserve plan RUN.yaml --gpu-memory 24GiB")

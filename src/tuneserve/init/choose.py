@@ -145,7 +145,9 @@ def _draft(
     if gpu or not rows or math.ceil(trained * epochs / batch) <= _CPU_STEPS:
         train["epochs"] = epochs
     else:
-        train.update(max_steps=_CPU_STEPS, save_steps=10)
+        train["max_steps"] = _CPU_STEPS
+    if not gpu:
+        train["save_steps"] = 10
     quantize: dict[str, Any] = {"methods": _methods(arch, gpu=gpu)}
     if exportable(arch):
         quantize["group_size"] = next(

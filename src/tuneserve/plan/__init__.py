@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,7 +17,8 @@ def plan_run(run: RunFile, *, gpu_memory_bytes: int | None = None) -> dict[str, 
     """What `tuneserve plan` prints: the keys of `plan --json` and `table`, whether it fits or not.
 
     Only the base's small files are fetched. The rows are taken to be as long as `data.max_length`.
-    That the installed torch could not use the card is a warning here; a run is refused for it.
+    That the installed torch could not use the card, or that local data are not there yet, is a
+    warning here; a run is refused for it.
 
     Raises:
         RunFileError: The run would fail later for reasons that show already.
@@ -28,4 +31,14 @@ def plan_run(run: RunFile, *, gpu_memory_bytes: int | None = None) -> dict[str, 
     found = plan_for(run, base_dir=peek_base(run.model), gpu_memory_bytes=gpu_memory_bytes)
     if idle := card_left_idle(run, found.machine):
         log.warning("%s; %s", idle.message, idle.hint)
+    for name, paths in (("train", run.data.train), ("eval", run.data.eval)):
+        for path in filter(_missing, paths):
+            log.warning("data.%s: %s: there is no such file; the run will need it", name, path)
     return found.to_json()
+
+
+def _missing(path: str) -> bool:
+    """Whether a local path or glob names nothing; what is remote is not asked."""
+    if "://" in path or Path(path).exists():
+        return False
+    return next(glob.iglob(path, recursive=True), None) is None
