@@ -50,14 +50,19 @@ def find_release(text: str) -> dict[str, Any] | None:
     if len(matches) != 1:
         return None
     record = known.releases[matches[0]]
+    measured = record.report
+    if not measured:  # of a refused release only its folder knows
+        with contextlib.suppress(OSError, ValueError):
+            report = layout().release_folder(record.id) / "report.json"
+            measured = json.loads(report.read_text(encoding="utf-8"))
     return {
         "release": record.id,
         "served": record.name,
         "artifact": record.artifact or record.model,
         "proven": record.proven,
         "created": record.created,
-        "losses": record.report.get("losses"),
-        "gates": record.report.get("gates"),
+        "losses": measured.get("losses"),
+        "gates": measured.get("gates"),
     }
 
 
@@ -72,6 +77,9 @@ def lineage_of(store: Store, text: str, *, verify: bool = False) -> dict[str, An
     found = trace(store, release["artifact"] if release else text, verify=verify)
     if release is None:
         return {**found, "total": totals(each(found).values())}
+    # An artifact that was found has the settings of the run that made it, not of this one.
+    ran = [r.config for r in _records_of(release["release"]) if r.release and r.config]
+    found = {**found, "config": ran[-1] if ran else found["config"]}
     stages = spent(store, found, release["release"])
     return {**found, "release": release, "stages": stages, "total": totals(stages.values())}
 

@@ -58,7 +58,8 @@ def retrain(
     """
     run_id = run_id or uuid.uuid4().hex[:12]
     runs = Runs()
-    record = RunRecord(run_id, run.name, run.serve.name, link=link)
+    config = run.model_dump(mode="json")
+    record = RunRecord(run_id, run.name, run.serve.name, config=config, link=link)
 
     def clear() -> None:
         stale = runs.mark_stale()

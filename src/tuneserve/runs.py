@@ -45,6 +45,7 @@ class RunRecord:
             refused; still refused (nothing changed since); failed; cancelled; stale (killed).
         stage: The stage it is in, or was in when it ended.
         inputs: Digest of everything that decides the result; empty until it is known.
+        config: The run file.
         artifacts: Artifact ids by kind: what led to the release.
         used: Every artifact it made or re-used, in order.
         release: The release it led to, or found serving.
@@ -63,6 +64,7 @@ class RunRecord:
     ended: str | None = None
     stage: str | None = None
     inputs: str = ""
+    config: dict[str, Any] = field(default_factory=dict)
     artifacts: dict[str, str] = field(default_factory=dict)
     used: list[str] = field(default_factory=list)
     release: str | None = None
@@ -201,5 +203,5 @@ def seconds_taken(record: RunRecord, *, at: str) -> float:
 def summary(record: RunRecord) -> dict[str, Any]:
     """A record as `--json` and a notification carry it."""
     facts = asdict(record)
-    del facts["result"]
+    del facts["result"], facts["config"]
     return {key: value for key, value in facts.items() if value not in (None, "", {}, [])}

@@ -281,3 +281,24 @@ def test_a_difference_names_rows_settings_versions_and_metrics(house: House) -> 
     text = difference_text(found)
     assert "train rows: 3 -> 4, 2 added, 1 removed" in text and "train.seed: 0 -> 1" in text
     assert difference_text(difference(house.store, last, last)).endswith("nothing changed")
+
+
+def test_a_release_of_known_artifacts_has_the_settings_of_its_own_run(house: House) -> None:
+    """The first was refused, and the second serves the same merged model for another setting."""
+    chain = house.chain("a")
+    house.releases("r2", r1=chain[-1], r2=chain[-1])
+    path = house.home / "run" / "releases.json"
+    known = json.loads(path.read_text())
+    for release in known["releases"].values():
+        release["artifact"] = chain[-1]
+    path.write_text(json.dumps(known))
+    report = house.home / "run" / "releases" / "r1" / "report.json"
+    report.parent.mkdir(parents=True)
+    report.write_text('{"losses": {"served": 1.75}, "gates": []}')
+    settings = {**house.store.get(chain[-1]).manifest["config"], "quantize": {"methods": ["none"]}}
+    record = RunRecord("run-2", "n", "support", config=settings, release="r2")
+    with house.runs.recording(record):
+        record.state = "promoted"
+    found = difference(house.store, "r1", "r2")
+    assert found["config"] == {"quantize.methods": [None, ["none"]]}
+    assert found["metrics"] == {"release.served": [1.75, None]}
