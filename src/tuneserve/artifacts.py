@@ -73,11 +73,21 @@ def file_sha256(path: Path) -> str:
 
 def write_json_atomic(path: Path, data: Any) -> None:
     """Write JSON so that readers see the old file or the new one, never a part."""
-    provisional = path.with_name(f".{path.name}.{os.getpid()}")
+    text = json.dumps(data, indent=1, sort_keys=True, allow_nan=False)
+    write_atomic(path, f"{text}\n".encode(), path.with_name(f".{path.name}.{os.getpid()}"))
+
+
+def write_atomic(path: Path, data: bytes, provisional: Path) -> None:
+    """Write a file so that readers see the old one or the new one, never a part.
+
+    Args:
+        path: The file.
+        data: What it shall hold.
+        provisional: Where it is written first, on the same file system; gone afterwards.
+    """
     try:
-        with provisional.open("w", encoding="utf-8") as stream:
-            json.dump(data, stream, indent=1, sort_keys=True, allow_nan=False)
-            stream.write("\n")
+        with provisional.open("wb") as stream:
+            stream.write(data)
             stream.flush()
             os.fsync(stream.fileno())
         provisional.replace(path)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tuneserve.errors import ModelError
+from tuneserve.checkpoint.jsonfile import read_json
 
 NAME = "generation_config.json"
 
@@ -84,21 +84,11 @@ def generation_config(
         names = ("bos_token_id", "pad_token_id")
         generation = {n: config[n] for n in names if config.get(n) is not None}
     if (base / NAME).is_file():
-        ends += _ends_of(_read(base / NAME))
+        ends += _ends_of(read_json(base / NAME))
     repaired = _with_all_ends(_valid(generation, notes), [*ends, *tokenizer_ends], notes)
     if raw is not None and repaired == generation:
         return raw
     return (json.dumps(repaired, indent=2, ensure_ascii=False) + "\n").encode()
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"{path}: cannot be read as JSON ({error})", expected="JSON, as transformers saves it"
-        ) from error
-    return data if isinstance(data, dict) else {}
 
 
 def _valid(generation: dict[str, Any], notes: list[str]) -> dict[str, Any]:

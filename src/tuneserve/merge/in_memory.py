@@ -22,6 +22,7 @@ from typing import Any
 from tuneserve.artifacts import file_sha256, write_json_atomic
 from tuneserve.checkpoint.fingerprint import fingerprint
 from tuneserve.checkpoint.headers import Checkpoint
+from tuneserve.checkpoint.jsonfile import read_json
 from tuneserve.errors import AdapterError, OutOfMemory, OutputExists
 from tuneserve.merge import companions as small
 from tuneserve.merge.adapter import read_config
@@ -60,7 +61,7 @@ def merge_in_memory(
         )
     _refuse_used(out)
     checkpoint = Checkpoint.open(base)
-    config = small.read_json(base / "config.json")
+    config = read_json(base / "config.json")
     refuse_quantized(base, config)
     read_config(adapter)
     notes: list[str] = []

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from tuneserve.checkpoint.fingerprint import compare, fingerprint
 from tuneserve.checkpoint.headers import Checkpoint, TensorInfo
+from tuneserve.checkpoint.jsonfile import read_json
 from tuneserve.errors import AdapterError, ModelError, OutputExists
 from tuneserve.merge import companions as small
 from tuneserve.merge.adapter import Adapter, open_adapter
@@ -52,7 +53,7 @@ def prepare(
     if out.exists() and not out.is_dir():
         raise OutputExists(f"{out}: is a file", expected="a folder, or a new name")
     checkpoint = Checkpoint.open(base)
-    config = small.read_json(base / "config.json")
+    config = read_json(base / "config.json")
     refuse_quantized(base, config)
     opened = open_adapter(adapter)
     notes: list[str] = []
@@ -114,7 +115,7 @@ def check_fingerprint(
             "the adapter does not say which base it was trained on: only shapes were checked"
         )
         return False
-    recorded = small.read_json(path)
+    recorded = read_json(path)
     if recorded.get("digest") != found["digest"]:
         differences = compare(recorded, base)
         more = f" and {len(differences) - 5} more" if len(differences) > 5 else ""
@@ -131,7 +132,7 @@ def check_fingerprint(
 def _nf4_settings(adapter: Path) -> tuple[dict[str, Any], frozenset[str]]:
     """How training quantized the base, and which modules, from its sidecar."""
     path = adapter / "training.json"
-    sidecar = small.read_json(path) if path.is_file() else {}
+    sidecar = read_json(path) if path.is_file() else {}
     settings, modules = sidecar.get("quantization"), sidecar.get("quantized_modules")
     if not settings or not modules:
         raise AdapterError(

@@ -8,7 +8,6 @@ import importlib
 import json
 import logging
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuneserve.artifacts import fsync_directory
+from tuneserve.artifacts import write_atomic
 from tuneserve.checkpoint.headers import INDEX_NAME
 from tuneserve.errors import AdapterError
 from tuneserve.merge.journal import JOURNAL_NAME, PART_SUFFIX, PROOF_NAME, Journal
@@ -129,7 +128,7 @@ def merge_adapter(
         proof["peak_rss_bytes"] = peak_rss_bytes()
         proof["seconds"] = round(time.monotonic() - started, 3)
         text = json.dumps(proof, indent=1, sort_keys=True, allow_nan=False)
-        _write_atomic(out / PROOF_NAME, f"{text}\n".encode())
+        _write_small(out / PROOF_NAME, f"{text}\n".encode())
         journal.complete()
     return _result(proof, started, bytes_written=written)
 
@@ -224,7 +223,7 @@ def _finish_files(job: Job, journal: Journal) -> dict[str, dict[str, Any]]:
     if job.base.index_metadata is not None:
         files[INDEX_NAME] = _index(job)
     for name, data in files.items():
-        _write_atomic(journal.folder / name, data)
+        _write_small(journal.folder / name, data)
     outputs = {
         name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
         for name, data in files.items()
@@ -244,19 +243,10 @@ def _index(job: Job) -> bytes:
     return (json.dumps(index, indent=2) + "\n").encode()
 
 
-def _write_atomic(path: Path, data: bytes) -> None:
+def _write_small(path: Path, data: bytes) -> None:
+    """Provisional under a name that the journal sweeps after a kill."""
     path.parent.mkdir(exist_ok=True)
-    provisional = path.with_name(f".{path.name}{PART_SUFFIX}")
-    try:
-        with provisional.open("wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        provisional.replace(path)
-    except BaseException:
-        provisional.unlink(missing_ok=True)
-        raise
-    fsync_directory(path.parent)
+    write_atomic(path, data, path.with_name(f".{path.name}{PART_SUFFIX}"))
 
 
 def _proof(job: Job, journal: Journal, outputs: dict[str, dict[str, Any]]) -> dict[str, Any]:
