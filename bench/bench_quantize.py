@@ -2,11 +2,19 @@
 
     python bench/bench_quantize.py [--quick] [--method gptq|awq] [--model DIR --dataset DIR]
     python bench/bench_quantize.py --shape 7b [--layers N] --out FILE   random weights of that shape
+    python bench/bench_quantize.py ... --sides ours --out A      where a machine is lent by the
+    python bench/bench_quantize.py ... --sides bare --out B      minute: one side a call,
+    python bench/bench_quantize.py --merge A B --out FILE        and one record of both
 
 Each side is a process of its own, from its start to its end: imports, loading, quantizing and
 saving on both, and on ours also the checks before and after, the comparison of losses and the
 records. `--quick` takes a small random Llama (the time does not depend on what it knows) and writes
-nothing; without it the built-in base model is used, and `bench/results/quantize.json` written.
+nothing; without it the built-in base model is used, and `bench/results/quantize.json` written,
+anew after every process: what a killed bench has measured is kept. What a process says stands
+beside it in `FILE.SIDE.log` as it comes.
+
+The first export on a machine compiles kernels, and reads gigabytes of libraries from the disk; a
+model of one small layer is exported first, so that neither side pays for it.
 """
 
 from __future__ import annotations
@@ -59,6 +67,7 @@ clock.lap("quantizing")
 quantizer.save(out)
 clock.lap("saving")
 print("where the time went:", clock, file=sys.stderr)
+quantizing_gpu_bytes = None
 """
 
 OURS = """
@@ -66,8 +75,21 @@ import logging, sys
 from pathlib import Path
 logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
 from tuneserve.config import QuantizeSection
-from tuneserve.quantize import quantize_model
+from tuneserve.quantize import export, quantize_model
 
+quantizing_gpu_bytes = None
+
+
+def compare_losses(*rest, **named):
+    # It holds the 16-bit model on the card, which quantizing does not: a peak of its own.
+    global quantizing_gpu_bytes
+    import torch
+    if torch.cuda.is_available():
+        quantizing_gpu_bytes = torch.cuda.max_memory_reserved()
+    return original(*rest, **named)
+
+
+original, export._smoke = export._smoke, compare_losses
 model, method, dataset, out, count, most = sys.argv[1:]
 section = QuantizeSection(
     group_size=GROUP, calibration_rows=int(count), calibration_max_tokens=int(most),
@@ -75,13 +97,23 @@ section = QuantizeSection(
 )
 quantize_model(Path(model), method, Path(dataset), Path(out), section)
 """
-# Beside the program's own output, the last line.
+# Beside the program's own output, the last line. VmHWM: `ru_maxrss` of a child counts its parent's.
 PEAKS = """
-import json, resource, torch
+import json, torch
 gpu = torch.cuda.max_memory_reserved() if torch.cuda.is_available() else None
-rss = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print("\\n" + json.dumps({"peak_gpu_bytes": gpu, "peak_rss_bytes": rss}), flush=True)
+rss = next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))
+print("\\n" + json.dumps({
+    "peak_gpu_bytes": gpu,
+    "peak_gpu_bytes_quantizing": quantizing_gpu_bytes or gpu,
+    "peak_rss_bytes": 1024 * int(rss),
+}), flush=True)
 """
+SIDES = {"bare": BARE, "ours": OURS}
+# What two records must share to be merged.
+SETTINGS = (
+    "bench", "method", "model", "layers", "rows", "max_tokens", "group_size", "quick", "machine",
+    "versions",
+)  # fmt: skip
 
 
 def main() -> None:
@@ -97,105 +129,145 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, help="a row; default 128 quick, 192 else")
     parser.add_argument("--group-size", type=int, default=64, help="weights per scale")
     parser.add_argument("--rounds", type=int, help="pairs; default 2 quick, 3 else")
+    parser.add_argument("--sides", choices=("bare", "ours", "both"), default="both")
+    parser.add_argument("--merge", type=Path, nargs=2, help="records of the two sides; no bench")
+    parser.add_argument("--work", type=Path, help="folder that keeps the random model and rows")
     parser.add_argument("--keep", type=Path, help="new folder for our last export")
     parser.add_argument("--out", type=Path, help="result file; default bench/results/quantize.json")
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="bench-quantize-") as folder:
-        result = measure(arguments, Path(folder))
-    if not arguments.quick:
-        from tuneserve.artifacts import write_json_atomic
-
-        out = arguments.out or ROOT / "bench" / "results" / "quantize.json"
-        write_json_atomic(out.absolute(), result)
+    asked = parser.parse_args()
+    out = None if asked.quick else (asked.out or ROOT / "bench/results/quantize.json").absolute()
+    if asked.merge:
+        result = merged(*(json.loads(path.read_text()) for path in asked.merge))
+        keep_record(out, result)
+    else:
+        with tempfile.TemporaryDirectory(prefix="bench-quantize-") as folder:
+            result = measure(asked, Path(folder), out)
     print(json.dumps(result))
 
 
-def measure(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    """Pairs of runs, ours and bare in turns."""
-    quick = arguments.quick
-    if arguments.shape:
-        model = shaped_model(scratch / "model", arguments.shape, arguments.layers)
+def measure(asked: argparse.Namespace, scratch: Path, out: Path | None) -> dict[str, Any]:
+    """Runs of one side, or of both in turns; `out` is written after each."""
+    quick = asked.quick
+    kept = asked.work or scratch
+    kept.mkdir(parents=True, exist_ok=True)
+    if asked.shape:
+        model = shaped_model(kept / "model", asked.shape, asked.layers)
     else:
-        model = arguments.model or (small_model(scratch) if quick else built_in_model())
-        if arguments.layers:
-            model = first_layers(model, arguments.layers, scratch / "model")
-    count = arguments.rows or (32 if quick else 64)
-    most = arguments.max_tokens or (128 if quick else 192)
-    dataset = arguments.dataset or random_dataset(scratch / "dataset", model, most)
-    seconds: dict[str, list[float]] = {"bare": [], "ours": []}
-    cpu_seconds: dict[str, list[float]] = {"bare": [], "ours": []}
-    peaks: dict[str, dict[str, Any]] = {}
-    if not (Path.home() / ".cache" / "gptqmodel").is_dir():
-        # The first export on a machine compiles kernels; it would count against one side only.
-        tiny = shaped_model(scratch / "tiny", "tiny", 1)
-        run(arguments, BARE, tiny, random_dataset(scratch / "tiny-rows", tiny, 64), scratch, 8, 64)
-    for number in range(arguments.rounds or (2 if quick else 3)):
-        for name in ("bare", "ours") if number % 2 == 0 else ("ours", "bare"):
-            code = BARE if name == "bare" else OURS
-            taken, cpu, peaks[name] = run(arguments, code, model, dataset, scratch, count, most)
-            seconds[name].append(round(taken, 2))
-            cpu_seconds[name].append(round(cpu, 2))
-            print(f"{name}: {taken:.1f} s, {cpu:.1f} s of CPU", file=sys.stderr)
-            if name == "ours" and arguments.keep:
-                shutil.rmtree(arguments.keep, ignore_errors=True)
-                shutil.move(scratch / "out", arguments.keep)
-    ours, bare = statistics.median(seconds["ours"]), statistics.median(seconds["bare"])
-    return {
+        model = asked.model or (small_model(scratch) if quick else built_in_model())
+        if asked.layers:
+            model = first_layers(model, asked.layers, scratch / "model")
+    count = asked.rows or (32 if quick else 64)
+    most = asked.max_tokens or (128 if quick else 192)
+    dataset = asked.dataset or random_dataset(scratch / "dataset", model, count, most)
+    layers = json.loads((model / "config.json").read_text())["num_hidden_layers"]
+    settings = {
         "bench": "quantize",
-        "method": arguments.method,
-        "ratio": round(ours / bare, 4),
-        "ours_seconds": ours,
-        "bare_seconds": bare,
-        # On a machine that others use as well, CPU time says more than the clock.
-        "cpu_ratio": round(
-            statistics.median(cpu_seconds["ours"]) / statistics.median(cpu_seconds["bare"]), 4
-        ),
-        "all_seconds": seconds,
-        "all_cpu_seconds": cpu_seconds,
-        "peaks": peaks,
-        "model": arguments.shape or (arguments.model.name if arguments.model else "built-in"),
-        "layers": json.loads((model / "config.json").read_text())["num_hidden_layers"],
+        "method": asked.method,
+        "model": asked.shape or (asked.model.name if asked.model else "built-in"),
+        "layers": layers,
         "rows": count,
         "max_tokens": most,
-        "group_size": arguments.group_size,
+        "group_size": asked.group_size,
         "quick": quick,
         "machine": machine(),
         "versions": {name: version(name) for name in ("torch", "transformers", "gptqmodel")},
     }
+    if not quick or not (Path.home() / ".cache" / "gptqmodel").is_dir():
+        tiny = shaped_model(scratch / "tiny", "tiny", 1)
+        rows = random_dataset(scratch / "tiny-rows", tiny, 8, 64)
+        warm = run(asked, "bare", tiny, rows, scratch, 8, 64, None)
+        print(f"warm-up: {warm['seconds']} s", file=sys.stderr, flush=True)
+    runs: list[dict[str, Any]] = []
+    for number in range(asked.rounds or (2 if quick else 3)):
+        pair = ("bare", "ours") if number % 2 == 0 else ("ours", "bare")
+        for side in pair if asked.sides == "both" else (asked.sides,):
+            runs.append(run(asked, side, model, dataset, scratch, count, most, out))
+            print(json.dumps(runs[-1]), file=sys.stderr, flush=True)
+            keep_record(out, record(settings, runs))
+            if side == "ours" and asked.keep:
+                shutil.rmtree(asked.keep, ignore_errors=True)
+                shutil.move(scratch / "out", asked.keep)
+    return record(settings, runs)
+
+
+def record(settings: dict[str, Any], runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The result file of these runs; the ratios are there when both sides are."""
+    found: dict[str, Any] = {**settings, "all_seconds": {}, "all_cpu_seconds": {}, "peaks": {}}
+    for run_ in runs:
+        side = run_["side"]
+        found["all_seconds"].setdefault(side, []).append(run_["seconds"])
+        found["all_cpu_seconds"].setdefault(side, []).append(run_["cpu_seconds"])
+        # Of the side's last run.
+        found["peaks"][side] = {
+            key: value for key, value in run_.items() if key.startswith("peak") or key == "laps"
+        }
+    for side, taken in found["all_seconds"].items():
+        found[f"{side}_seconds"] = statistics.median(taken)
+    if len(found["all_seconds"]) == 2:
+        cpu = {side: statistics.median(taken) for side, taken in found["all_cpu_seconds"].items()}
+        found["ratio"] = round(found["ours_seconds"] / found["bare_seconds"], 4)
+        # On a machine that others use as well, CPU time says more than the clock.
+        found["cpu_ratio"] = round(cpu["ours"] / cpu["bare"], 4)
+    return {**found, "runs": runs}
+
+
+def merged(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """One record of two that were measured with the same settings on machines of one kind."""
+    settings = {key: first[key] for key in SETTINGS}
+    for key, value in settings.items():
+        if second[key] != value:
+            sys.exit(f"not the same bench: {key} is {value} and {second[key]}")
+    return record(settings, first["runs"] + second["runs"])
+
+
+def keep_record(out: Path | None, result: dict[str, Any]) -> None:
+    """Write the result file, if one is wanted."""
+    from tuneserve.artifacts import write_json_atomic
+
+    if out:
+        write_json_atomic(out, result)
 
 
 def run(
     asked: argparse.Namespace,
-    code: str,
+    side: str,
     model: Path,
     dataset: Path,
     scratch: Path,
     count: int,
     most: int,
-) -> tuple[float, float, dict[str, Any]]:
-    """Seconds of one process by the clock, and of CPU; its peak memory and its steps."""
+    beside: Path | None,
+) -> dict[str, Any]:
+    """One process: its side, seconds by the clock and of CPU, its peak memory and its steps."""
     out = scratch / "out"
     shutil.rmtree(out, ignore_errors=True)
     arguments = [str(model), asked.method, str(dataset), str(out), str(count), str(most)]
-    code = code.replace("GROUP", str(asked.group_size)) + PEAKS
+    code = SIDES[side].replace("GROUP", str(asked.group_size)) + PEAKS
+    log = beside.with_name(f"{beside.name}.{side}.log") if beside else scratch / f"{side}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
     started, used = time.monotonic(), children_seconds()
-    found = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        check=False,
-    )
+    with log.open("w") as errors:
+        found = subprocess.run(
+            [sys.executable, "-c", code, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            check=False,
+        )
     taken = time.monotonic() - started
+    said = log.read_text(errors="replace")
     if found.returncode:
-        sys.exit(f"a run failed:\n{found.stdout[-1500:]}\n{found.stderr[-3000:]}")
-    laps = ""
-    for line in found.stderr.splitlines():
-        if line.startswith("where the time went"):
-            laps = line.partition(": ")[2]
-            print(line, file=sys.stderr)
+        sys.exit(f"a run failed:\n{found.stdout[-1500:]}\n{said[-3000:]}")
+    laps = [line for line in said.splitlines() if line.startswith("where the time went")]
     lines = [line for line in found.stdout.splitlines() if line.startswith("{")]
-    return taken, children_seconds() - used, {**json.loads(lines[-1]), "laps": laps}
+    return {
+        "side": side,
+        "seconds": round(taken, 2),
+        "cpu_seconds": round(children_seconds() - used, 2),
+        **json.loads(lines[-1]),
+        "laps": laps[-1].partition(": ")[2] if laps else "",
+    }
 
 
 def machine() -> str:
@@ -218,14 +290,20 @@ def small_model(scratch: Path) -> Path:
 
 
 def shaped_model(folder: Path, name: str, layers: int | None) -> Path:
-    """Random weights of a Qwen2 shape, a file a layer."""
+    """Random weights of a Qwen2 shape, a file a layer; the same ones in every call."""
     import torch
     from safetensors.torch import save_file
 
     width, inner, count, heads, kv_heads, vocabulary = SHAPES[name]
     count = layers or count
+    if (folder / "config.json").is_file():  # written last
+        found = json.loads((folder / "config.json").read_text())
+        if (found["hidden_size"], found["num_hidden_layers"]) == (width, count):
+            return folder
+    shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
     files: dict[str, str] = {}
 
     def keep(file: str, sizes: dict[str, tuple[int, ...]]) -> None:
@@ -267,8 +345,8 @@ def shaped_model(folder: Path, name: str, layers: int | None) -> Path:
         "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
         "hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2, "use_sliding_window": False,
     }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
     pico()._tokenizer().save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
@@ -310,18 +388,19 @@ def first_layers(model: Path, count: int, folder: Path) -> Path:
     return folder
 
 
-def random_dataset(folder: Path, model: Path, most: int) -> Path:
-    """Rows of random ids, of lengths from 16 tokens up."""
+def random_dataset(folder: Path, model: Path, count: int, most: int) -> Path:
+    """At least `count` rows of random ids, of lengths from 16 tokens up."""
     import pyarrow
     import pyarrow.parquet
 
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
     rng = random.Random(0)
-    rows = [[rng.randrange(vocabulary) for _ in range(rng.randint(16, most))] for _ in range(128)]
+    count = max(count, 128)
+    rows = [[rng.randrange(vocabulary) for _ in range(rng.randint(16, most))] for _ in range(count)]
     folder.mkdir(parents=True)
     ids = pyarrow.array(rows, pyarrow.list_(pyarrow.int32()))
     table = pyarrow.table(
-        {"input_ids": ids, "labels": ids, "source": [f"r:{i}" for i in range(128)]}
+        {"input_ids": ids, "labels": ids, "source": [f"r:{i}" for i in range(count)]}
     )
     for name in ("train", "eval"):
         pyarrow.parquet.write_table(table, folder / f"{name}.parquet")
