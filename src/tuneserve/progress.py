@@ -93,6 +93,10 @@ class Clock:
         now = time.monotonic()
         self.laps[name], self._last = now - self._last, now
 
+    def rounded(self) -> dict[str, float]:
+        """The laps to a tenth of a second, as a manifest carries them."""
+        return {name: round(taken, 1) for name, taken in self.laps.items()}
+
     def add(self, laps: dict[str, float]) -> None:
         """Steps that were measured elsewhere, up to now."""
         self.laps.update(laps)

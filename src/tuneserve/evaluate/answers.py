@@ -15,9 +15,10 @@ import numpy.typing as npt
 import torch
 from transformers import AutoTokenizer
 
+from tuneserve.lm.callforms import Tools, tools_of
 from tuneserve.lm.conversations import round_robin
 from tuneserve.lm.rows import IGNORED, Rows
-from tuneserve.lm.structured import kind_of, parses
+from tuneserve.lm.structured import parses, recognize
 
 _SAMPLES = 4
 _ANSWER_TOKENS = 64
@@ -60,24 +61,30 @@ def structured_rows(rows: Rows, dataset: Path, most: int) -> list[dict[str, Any]
     Any supervised answer of a row counts: a tool call is seldom a conversation's last one.
 
     Returns:
-        row, source, start (where the answer begins in the row), kind, prompt (ids), max_tokens.
+        row, source, start (where the answer begins in the row), kind, tools (what calls are held
+        against), prompt (ids), max_tokens.
     """
     if not most:
         return []
     tokenizer = AutoTokenizer.from_pretrained(dataset / "tokenizer")
     special = set(tokenizer.all_special_ids)
     found: list[dict[str, Any]] = []
-    for index in range(len(rows)):
+    for index, tools in enumerate(_tools(rows, dataset)):
         ids, labels = rows.row(index)
         for start, end in answers_in(labels):
-            text = tokenizer.decode([int(i) for i in ids[start:end] if int(i) not in special])
-            if start and (kind := kind_of(text)):
+            said = [int(i) for i in ids[start:end]]
+            plain = [i for i in said if i not in special]
+            # Some forms are marked by special tokens, others end before one.
+            texts = (tokenizer.decode(part) for part in (said, plain))
+            kinds = (recognize(text, tools) for text in texts)
+            if start and (known := next(filter(None, kinds), None)):
                 found.append(
                     {
                         "row": index,
                         "source": rows.sources[index],
                         "start": start,
-                        "kind": kind,
+                        "kind": known[0],
+                        "tools": known[1],
                         "max_tokens": min(2 * (end - start) + 16, _LONGEST_ANSWER),
                     }
                 )
@@ -99,7 +106,7 @@ def answer_structured(model: Any, chosen: Sequence[dict[str, Any]], dataset: Pat
         own = ids[: row["max_tokens"]]
         row["merged"] = tokenizer.decode(own, skip_special_tokens=False)
         row["merged_tokens"] = len(own)
-        row["parses"] = parses(row["merged"], row["kind"])
+        row["parses"] = parses(row["merged"], row["kind"], row["tools"])
         del row["prompt"]
 
 
@@ -136,6 +143,14 @@ def answers_in(labels: npt.ArrayLike) -> list[tuple[int, int]]:
     marked = np.concatenate(([False], np.asarray(labels) != IGNORED, [False]))
     edges = np.flatnonzero(marked[1:] != marked[:-1]).tolist()
     return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+def _tools(rows: Rows, dataset: Path) -> Iterator[Tools | None]:
+    """What each row's calls may call."""
+    chats = _chats(dataset)
+    for source in rows.sources:
+        chat = next(chats, {})
+        yield tools_of(chat.get("tools")) if chat.get("source") == source else None
 
 
 def _chats(dataset: Path) -> Iterator[dict[str, Any]]:

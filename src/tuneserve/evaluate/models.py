@@ -24,7 +24,7 @@ from tuneserve.lm.loss import row_losses
 from tuneserve.lm.rows import Rows
 from tuneserve.lm.scores import TopScores
 from tuneserve.lm.topk import row_scores
-from tuneserve.progress import Progress
+from tuneserve.progress import Clock, Progress
 from tuneserve.stages import StageContext
 
 log = logging.getLogger(__name__)
@@ -41,6 +41,8 @@ class Found:
         rtn: The same of the merged model after plain rounding to 4 bits.
         samples: What the base answers to the first held-out questions.
         structured: What the merged model answers where JSON or a tool call is due.
+        laps_seconds: Seconds of each part.
+        peak_gpu_bytes: The most that torch's allocator held; None without a GPU.
     """
 
     sums: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)
@@ -49,6 +51,8 @@ class Found:
     rtn: TopScores | None = None
     samples: list[dict[str, Any]] = field(default_factory=list)
     structured: list[dict[str, Any]] = field(default_factory=list)
+    laps_seconds: dict[str, float] = field(default_factory=dict)
+    peak_gpu_bytes: int | None = None
 
 
 def measure(context: StageContext, rows: Rows, chosen: Sequence[int]) -> Found:
@@ -56,31 +60,45 @@ def measure(context: StageContext, rows: Rows, chosen: Sequence[int]) -> Found:
     device = hardware.device()
     dataset = context.inputs["dataset"].path
     found = Found()
+    clock = Clock()
     with Progress("evaluate", total=4 * len(chosen), unit="row") as progress:
         model = _load("base", context, device)
+        clock.lap("loading the base")
         said = functools.partial(progress.advance, detail="base")
         found.sums["base"] = row_losses(model, rows, chosen, done=said).sums
+        clock.lap("losses of the base")
         found.samples = answers.samples(model, dataset)
+        clock.lap("answers of the base")
         del model
         hardware.release_memory()
         model = _load("adapter", context, device)
+        clock.lap("loading base and adapter")
         said = functools.partial(progress.advance, detail="adapter")
         found.adapter = row_scores(model, rows, chosen, done=said)
         found.sums["adapter"] = found.adapter.nats()
+        clock.lap("scores of the adapter")
         del model
         hardware.release_memory()
         model = _load("merged", context, device)
+        clock.lap("loading the merged model")
         said = functools.partial(progress.advance, detail="merged")
         found.merged = row_scores(model, rows, chosen, done=said)
         found.sums["merged"] = found.merged.nats()
+        clock.lap("scores of the merged model")
         most = context.run.gates.structured_answers
         found.structured = answers.structured_rows(rows, dataset, most)
         answers.answer_structured(model, found.structured, dataset)
+        clock.lap("structured answers")
         round_to_nearest(model, context.run.quantize.group_size)
+        clock.lap("rounding to 4 bits")
         said = functools.partial(progress.advance, detail="merged, rounded to 4 bits")
         found.rtn = row_scores(model, rows, chosen, done=said)
+        clock.lap("scores after rounding")
         del model
         hardware.release_memory()
+    log.info("where the time went: %s", clock)
+    found.laps_seconds = clock.rounded()
+    found.peak_gpu_bytes = hardware.peak_reserved_bytes()
     return found
 
 

@@ -80,6 +80,7 @@ def run(context: StageContext) -> dict[str, Any]:
         len(chosen),
         ", ".join(f"{name} {loss:.4f}" for name, loss in means.items()),
     )
+    result |= {"laps_seconds": found.laps_seconds, "peak_gpu_bytes": found.peak_gpu_bytes}
     return {**result, **{f"{name}_loss": loss for name, loss in means.items()}}
 
 

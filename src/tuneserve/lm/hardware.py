@@ -8,6 +8,7 @@ import os
 import torch
 
 from tuneserve.cpu import has_bf16
+from tuneserve.devices import BF16_CAPABILITY
 
 log = logging.getLogger(__name__)
 
@@ -20,12 +21,19 @@ def device() -> torch.device:
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 where the hardware multiplies it, else float32; float16 is never chosen silently."""
+    """bfloat16 where the hardware multiplies it; else float16 on a GPU, and float32 on a CPU."""
     if device.type == "cuda":
-        native = torch.cuda.get_device_capability(device) >= (8, 0)
-    else:
-        native = has_bf16()
-    return torch.bfloat16 if native else torch.float32
+        native = torch.cuda.get_device_capability(device) >= BF16_CAPABILITY
+        return torch.bfloat16 if native else torch.float16
+    return torch.bfloat16 if has_bf16() else torch.float32
+
+
+def adapter_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type of what is trained on a base that computes in `dtype`.
+
+    Updates are smaller than float16's steps, and a gradient scaler takes no float16 parameters.
+    """
+    return torch.float32 if dtype == torch.float16 else dtype
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -50,3 +58,8 @@ def drop_workspaces() -> None:
     drop = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if drop is not None and torch.cuda.is_initialized():
         drop()
+
+
+def peak_reserved_bytes() -> int | None:
+    """The most that torch's allocator has held on the GPU; None without one."""
+    return torch.cuda.max_memory_reserved() if torch.cuda.is_available() else None

@@ -47,6 +47,8 @@ class QuantizeResult:
         seconds: Of the quantization itself, loading and saving included.
         seconds_per_layer: The same per decoder layer.
         smoke: Losses before and after on a few rows; None when the model was too large to compare.
+        laps_seconds: Seconds of each part, checks and comparison included.
+        peak_gpu_bytes: The most that torch's allocator held; None without a GPU.
         table: The modules with the largest losses, with their damping, as text.
     """
 
@@ -60,6 +62,8 @@ class QuantizeResult:
     seconds: float
     seconds_per_layer: float
     smoke: dict[str, Any] | None
+    laps_seconds: dict[str, float]
+    peak_gpu_bytes: int | None
     table: str = ""
 
     def to_json(self) -> dict[str, Any]:
@@ -193,7 +197,7 @@ def export(
     record.draw_losses(out, engine.modules, f"{method}, group size {section.group_size}")
     clock.lap("records")
     log.info("where the time went: %s", clock)
-    return _result(method, out, calibration, engine, written, smoke)
+    return _result(method, out, calibration, engine, written, smoke, clock)
 
 
 def _check_while_importing(model: Path, work: Path) -> None:
@@ -281,7 +285,10 @@ def _result(
     engine: Any,
     written: dict[str, Any],
     smoke: dict[str, Any] | None,
+    clock: Clock,
 ) -> QuantizeResult:
+    from tuneserve.lm.hardware import peak_reserved_bytes
+
     losses = written["losses"]
     size = sum(path.stat().st_size for path in out.iterdir())
     result = QuantizeResult(
@@ -295,6 +302,8 @@ def _result(
         seconds=round(engine.seconds, 3),
         seconds_per_layer=round(engine.seconds / engine.layers, 3),
         smoke=smoke,
+        laps_seconds=clock.rounded(),
+        peak_gpu_bytes=peak_reserved_bytes(),
         table=record.worst_table(engine.modules),
     )
     log.info(
