@@ -184,6 +184,39 @@ def test_every_tool_call_is_asked_wherever_it_stands(pico_model: Path, tmp_path:
     assert len({entry["source"] for entry in few}) == 6  # each chat before one a second time
 
 
+def test_calls_are_recognized_by_special_tokens_and_by_the_chats_tools(
+    pico_model: Path, tmp_path: Path
+) -> None:
+    """Llama 4 marks Python calls by tokens that a client never sees; Llama 3.2 by nothing."""
+    from transformers import AutoTokenizer
+
+    dataset = pico_dataset(tmp_path / "dataset", pico_model, rows=1)
+    tokenizer = AutoTokenizer.from_pretrained(pico_model)
+    marks = ["<|python_start|>", "<|python_end|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    tokenizer.save_pretrained(dataset.path / "tokenizer")
+    prompt, call = tokenizer.encode("look "), '[look(at="x")]'
+    said = [f"{marks[0]}{call}{marks[1]}<|im_end|>", f"{call}<|im_end|>", f"{call}<|im_end|>"]
+    rows = []
+    for text in said:
+        ids = tokenizer.encode(text)
+        rows.append(([*prompt, *ids], [IGNORED] * len(prompt) + ids))
+    write_rows(dataset.path / "eval.parquet", rows, "eval")
+    schema = {"type": "object", "properties": {"at": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "look", "parameters": schema}}]
+    lines = [
+        {"source": f"eval.jsonl:{at + 1}", "messages": [], "tools": known}
+        for at, known in enumerate([None, tools, None])
+    ]
+    text = "".join(f"{json.dumps(line)}\n" for line in lines)
+    (dataset.path / "eval_messages.jsonl").write_text(text)
+    found = answers.structured_rows(read_token_rows(dataset.path / "eval.parquet"), dataset.path, 9)
+    assert [(entry["row"], entry["kind"], entry["tools"]) for entry in found] == [
+        (0, "python_call", None),
+        (1, "python_call", {"look": {"at": "string"}}),
+    ]  # the third might be a list of anything
+
+
 def test_prompts_that_are_not_asked_take_no_memory(pico_model: Path, tmp_path: Path) -> None:
     """Those of every answer grow with the square of a conversation's length."""
     from transformers import AutoTokenizer

@@ -13,7 +13,7 @@ import pytest
 from tuneserve.config import GatesSection
 from tuneserve.errors import GateRefused, RunFileError
 from tuneserve.lm.scores import TOP, TopScores, divergence, flips, join_rows
-from tuneserve.lm.structured import kind_of, parses
+from tuneserve.lm.structured import parses, recognize
 from tuneserve.release.behaviour import (
     Answer,
     StructuredRow,
@@ -356,8 +356,8 @@ def test_answers_are_judged_by_shares() -> None:
 
 def test_structured_answers_must_parse_as_often_as_before() -> None:
     call = '<tool_call>\n{"name": "look", "arguments": {"at": "x"}}\n</tool_call>'
-    assert kind_of(call) == "tool_call" and kind_of('{"a": 1}') == "json"
-    assert kind_of("The {thing} is red.") is None
+    assert recognize(call) == ("tool_call", None) and recognize('{"a": 1}') == ("json", None)
+    assert recognize("The {thing} is red.") is None
     assert parses(call, "tool_call") and not parses(call[:-25], "tool_call")
     assert not parses("```json {}", "json")
     rows = [
@@ -370,6 +370,19 @@ def test_structured_answers_must_parse_as_often_as_before() -> None:
     assert fewer is not None and not fewer.passed and "c:1" in fewer.found
     assert fewer.would_pass == "gates.max_parse_loss: 0.25"
     assert judge_structured(GatesSection(), [], []) is None
+
+
+def test_calls_are_held_against_the_chats_tools() -> None:
+    told = "<function=look><parameter=at>x</parameter></function>"
+    tools: dict[str, dict[str, str] | None] = {"look": {"at": "string"}}
+    row = StructuredRow("c:1", 0, "xml_call", [1], 8, told, True, tools)
+    for text, good in (
+        (told, True),
+        (told.replace("look", "see"), False),
+        (told.replace("=at", "=to"), False),
+    ):
+        gate = judge_structured(GatesSection(), [row], [answer(text)])
+        assert gate is not None and gate.passed is good, text
 
 
 def test_canaries_say_what_they_miss() -> None:

@@ -3,46 +3,31 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
 
-Kind = Literal["json", "tool_call"]
+from tuneserve.lm.callforms import Tools, calls_in, form_of
+
+# "json", or one of `callforms.FORMS`.
+Kind = str
 
 
-def kind_of(text: str) -> Kind | None:
-    """What kind of structure a reference answer has; None for prose.
+def recognize(text: str, tools: Tools | None = None) -> tuple[Kind, Tools | None] | None:
+    """What kind of structure a reference answer has, and the tools it is to be held against.
 
-    Tool calls are JSON objects with a name and arguments, whatever tags a model family puts around
-    them; formats that are no JSON are not recognized.
+    Calls that the chat's own tools do not take are held against none. None for prose.
     """
-    if tool_calls(text):
-        return "tool_call"
-    return "json" if _is_json(text) else None
+    for known in (tools, None) if tools else (None,):
+        if form := form_of(text, known):
+            return form, known
+    return ("json", None) if _is_json(text) else None
 
 
-def parses(text: str, kind: Kind) -> bool:
+def parses(text: str, kind: Kind, tools: Tools | None = None) -> bool:
     """Whether an answer has the structure it should have."""
-    return bool(tool_calls(text)) if kind == "tool_call" else _is_json(text)
-
-
-def tool_calls(text: str) -> list[dict[str, Any]]:
-    """The tool calls in an answer: objects with a name and arguments."""
-    decoder, found, at = json.JSONDecoder(), [], text.find("{")
-    while at >= 0:
-        try:
-            value, end = decoder.raw_decode(text, at)
-        except ValueError:
-            at = text.find("{", at + 1)
-            continue
-        if isinstance(value, dict) and isinstance(value.get("name"), str):
-            arguments = value.get("arguments", value.get("parameters"))
-            if isinstance(arguments, dict | str):
-                found.append(value)
-        at = text.find("{", end)
-    return found
+    return _is_json(text) if kind == "json" else bool(calls_in(text, kind, tools))
 
 
 def _is_json(text: str) -> bool:
-    stripped = text.strip()
+    stripped = text.rpartition("</think>")[2].strip()
     if stripped[:1] not in ("{", "["):
         return False
     try:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tuneserve.errors import ServerError
+from tuneserve.lm.callforms import Tools
 from tuneserve.lm.structured import Kind, parses
 from tuneserve.progress import Progress
 from tuneserve.release.gates import Gate
@@ -64,6 +65,7 @@ class StructuredRow:
     max_tokens: int
     merged: str
     merged_parses: bool
+    tools: Tools | None = None
 
 
 def loops(answer: Answer) -> bool:
@@ -140,7 +142,7 @@ def judge_structured(
     """Whether JSON and tool calls parse as often as the merged model's; None without such rows."""
     if not rows:
         return None
-    served = [parses(a.text, row.kind) for row, a in zip(rows, answers, strict=True)]
+    served = [parses(a.text, row.kind, row.tools) for row, a in zip(rows, answers, strict=True)]
     before, after = sum(row.merged_parses for row in rows), sum(served)
     broke = [
         (row, answer)

@@ -261,8 +261,8 @@ def _structured(subject: Subject, skipped: list[str]) -> list[behaviour.Structur
     asked = wanted and subject.evaluation is not None
     if asked and not known and not too_long and _has_tools(subject.rows):
         skipped.append(
-            "structured answers: none found, though the data has tools; calls that are no JSON "
-            "(XML, Python) are not compared"
+            "structured answers: none found, though the data has tools; calls are compared in the "
+            "forms of docs/gates.md, and this base's template writes another one"
         )
     return known[:wanted]
 
@@ -307,6 +307,7 @@ def read_structured(
                 min(data["max_tokens"], room),
                 data["merged"],
                 data["parses"],
+                data.get("tools"),
             )
         )
     return found, too_long
