@@ -6,6 +6,9 @@ import os
 import re
 from pathlib import Path
 
+# The first compute capability whose matrix units multiply bfloat16 (Ampere). Cards before it, such
+# as T4, V100 and RTX 20, compute in float16.
+BF16_CAPABILITY = (8, 0)
 _DRIVER_CARDS = Path("/proc/driver/nvidia/gpus")
 _UUID = re.compile(r"^GPU UUID:\s*(GPU-[0-9a-fA-F-]+)\s*$", re.MULTILINE)
 

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from tuneserve.errors import StageTimeout
-from tuneserve.train.watching import StallGuard, flat, hungry
+from tuneserve.train.watching import Skips, StallGuard, flat, hungry
 
 
 def test_a_loss_that_does_not_fall_is_said() -> None:
@@ -43,3 +43,20 @@ def test_beats_keep_it_quiet(caplog: pytest.LogCaptureFixture) -> None:
             never.wait(0.05)
             guard.beat(0.05)
     assert not caplog.text
+
+
+def test_skipped_steps_are_counted_in_a_row() -> None:
+    skips = Skips()
+    for _ in range(3):
+        assert [skips.skipped(1024.0) for _ in range(9)] == [""] * 9
+        skips.trained()
+    assert skips.total == 27
+    whys = [skips.skipped(1024.0) for _ in range(10)]
+    assert whys[:9] == [""] * 9 and whys[9].startswith("the gradients of 10 steps in a row")
+
+
+def test_a_loss_scale_that_collapses_is_said() -> None:
+    skips = Skips()
+    assert skips.skipped(1.0) == ""
+    skips.trained()
+    assert skips.skipped(0.5) == "the gradients overflow float16 at any loss scale down to 1"

@@ -111,11 +111,16 @@ def _fusable(module: torch.nn.Module) -> tuple[Layer, list[Any]] | str:
         return "dropout before the adapter"
     if getattr(b, "bias", None) is not None or getattr(module, "fan_in_fan_out", False):
         return "an adapter with bias, or transposed"
-    if state is not None and a.weight.dtype != state.dtype:
-        return "an adapter of another type than the products"
-    if state is None and a.weight.dtype != base.weight.dtype:
+    products = base.weight.dtype if state is None else state.dtype
+    if a.weight.dtype != products and products != torch.float16:
         return "an adapter of another type than the products"
     return Layer(weight, float(module.scaling[name])), [a.weight, b.weight]
+
+
+def _as_products(factors: list[Any], layer: Layer) -> list[Any]:
+    """The factors in the type of the products: beside float16 they are trained in float32, and
+    autograd widens their gradients."""
+    return [f if f is None or f.dtype == layer.weight.dtype else f.half() for f in factors]
 
 
 def _fuse_linear(module: Any, found: Fused) -> None:
@@ -129,7 +134,7 @@ def _fuse_linear(module: Any, found: Fused) -> None:
     def forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.disable_adapters or args or kwargs:
             return plain(x, *args, **kwargs)
-        return LoraLinear.apply(x, layer, a, b)
+        return LoraLinear.apply(x, layer, *_as_products([a, b], layer))
 
     module.forward = types.MethodType(forward, module)
     found.linears += 1
@@ -157,7 +162,8 @@ def _fuse_mlp(block: Any, mlp: Any, kind: str, found: Fused) -> bool:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         if adapted and adapted[0].disable_adapters:
             return plain(x)
-        return GatedMlp.apply(x, layers, _keep(block, lean=lean), *factors)
+        cast = _as_products(factors, layers[0])
+        return GatedMlp.apply(x, layers, _keep(block, lean=lean), *cast)
 
     mlp.forward = types.MethodType(forward, mlp)
     if not _agree(lambda x: plain(x), mlp.forward, mlp, layers[0].weight.in_features):

@@ -67,7 +67,8 @@ def load_base(
     large vocabulary costs gigabytes.
 
     Raises:
-        ModelError: The folder holds no causal language model that can be loaded.
+        ModelError: The folder holds no causal language model that can be loaded, or weights that
+            float16 cannot hold, where that is `dtype`.
         RunFileError: The attention kernel is not installed.
     """
     from transformers import AutoModelForCausalLM
@@ -100,6 +101,8 @@ def load_base(
             hint="`tuneserve doctor` shows the versions",
         ) from error
     model.requires_grad_(False)
+    if dtype == torch.float16:
+        _check_range(model, folder)
     log.info(
         "base: %s parameters, %s, computing in %s on %s, attention by %s",
         f"{_parameter_count(model):,}",
@@ -141,6 +144,28 @@ def _nf4_config(dtype: torch.dtype) -> Any:
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=dtype,
     )
+
+
+def _check_range(model: Any, folder: Path) -> None:
+    """Refuse weights that became infinite in float16, as bfloat16's may be larger."""
+    bad = []
+    for name, parameter in model.named_parameters():
+        state = getattr(parameter, "quant_state", None)
+        stored = [parameter] if state is None else [state.absmax]
+        if state is not None and state.nested:  # absmax is itself quantized, around an offset
+            stored = [state.offset, state.state2.absmax]
+        if not all(
+            bool(torch.as_tensor(s).isfinite().all()) for s in stored if s.dtype.is_floating_point
+        ):
+            bad.append(name)
+    if bad:
+        more = f" and {len(bad) - 8} more" if len(bad) > 8 else ""
+        raise ModelError(
+            f"{folder}: {len(bad)} tensors are not finite in float16: {', '.join(bad[:8])}{more}",
+            expected="weights within 65504, float16's largest: this GPU has no bfloat16",
+            hint="use a GPU that computes in bfloat16 (compute capability 8.0, Ampere or newer), "
+            "or another base",
+        )
 
 
 def _parameter_count(model: Any) -> int:

@@ -57,6 +57,31 @@ def unify_dtype(model: Any, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(wanted)
 
 
+def join_types(model: Any, dtype: torch.dtype) -> None:
+    """Let modules that are trained whole, in float32, stand among layers of `dtype`: what goes in
+    and out is cast. Adapters cast by themselves.
+    """
+    from peft.utils import ModulesToSaveWrapper
+
+    def widen(module: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(_cast(value, torch.float32) for value in inputs)
+
+    def narrow(module: Any, inputs: tuple[Any, ...], output: Any) -> Any:
+        return _cast(output, dtype)
+
+    for wrapper in model.modules():
+        if isinstance(wrapper, ModulesToSaveWrapper):
+            for whole in wrapper.modules_to_save.values():
+                whole.register_forward_pre_hook(widen)
+                whole.register_forward_hook(narrow)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if torch.is_tensor(value) and value.is_floating_point():
+        return value.to(dtype)
+    return value
+
+
 def check_names(model: Any, lora: LoraSection) -> None:
     """Refuse module names that match nothing, which PEFT ignores as long as another one matches.
 

@@ -19,7 +19,7 @@ import torch
 from transformers import AutoTokenizer, set_seed
 
 from tuneserve.checkpoint.basecheck import read_config
-from tuneserve.errors import AdapterError, ModelError, OutOfMemory
+from tuneserve.errors import AdapterError, ModelError, OutOfMemory, RunFileError
 from tuneserve.lm import hardware
 from tuneserve.lm.load import load_base, nf4_settings, quantized_modules
 from tuneserve.lm.loss import row_losses
@@ -80,11 +80,12 @@ class Attempt:
         device = hardware.device()
         model, dtype = self._load(device)
         quantized = quantized_modules(model) if train.method == "qlora" else []
-        model = adapters.add_adapter(model, train.lora, dtype)
+        model = adapters.add_adapter(model, train.lora, hardware.adapter_dtype(dtype))
         order = training_order(self.rows.lengths.tolist(), self.recipe, train.seed)
         with Progress("train", total=self.recipe.steps) as progress:
             watch = Watch(self.rows, order, self.recipe, self.context.work / CURVE, progress)
-            trainer = self._trainer(model, order, watch)
+            trainer = self._trainer(model, order, watch, dtype)
+            watch.loss_scale = trainer.loss_scale
             best = Best(self.context.work / "best") if train.keep == "best" else None
             if train.eval_steps and len(self.held_out):
                 watch.evaluate = (
@@ -99,6 +100,7 @@ class Attempt:
             smoke_step(trainer, self.rows, self.recipe, self.checkpointing, self.timeline.phase)
             check_room(self.limit_bytes)
             collective.wait_for_all()
+            trainer.agree_on_scale()
             note("train")
             with StallGuard(train.stall_seconds) as watch.guard:
                 self._train(trainer, watch)
@@ -123,6 +125,12 @@ class Attempt:
         run, base = self.context.run, self.context.base
         assert base is not None
         dtype = hardware.compute_dtype(device)
+        if dtype == torch.float16 and run.train.zero:
+            raise RunFileError(
+                f"train.zero: {run.train.zero} on a GPU without bfloat16",
+                expected="train.zero: 0 where the products are float16",
+                hint="remove train.zero; every GPU then holds the whole optimizer",
+            )
         model = load_base(
             base,
             device=device,
@@ -136,7 +144,9 @@ class Attempt:
             check_ids(rows, vocabulary, f"{name}.parquet")
         return model, dtype
 
-    def _trainer(self, model: Any, order: Sequence[int], watch: Watch) -> RowTrainer:
+    def _trainer(
+        self, model: Any, order: Sequence[int], watch: Watch, dtype: torch.dtype
+    ) -> RowTrainer:
         place_trackers(self.context.run.name)
         tokenizer = AutoTokenizer.from_pretrained(self.context.inputs["dataset"].path / "tokenizer")
         return RowTrainer(
@@ -149,6 +159,7 @@ class Attempt:
             tokenizer,
             checkpointing=self.checkpointing,
             callback=watch,
+            computes=dtype,
         )
 
     def _train(self, trainer: RowTrainer, watch: Watch) -> None:
@@ -197,6 +208,7 @@ class Attempt:
                 f"the loss of {len(rows)} of {count} held-out rows is not finite:",
                 [self.held_out.sources[row] for row in rows],
                 expected="a finite loss of every held-out row",
+                half=hardware.compute_dtype(hardware.device()) == torch.float16,
             )
         return nats / tokens
 
@@ -313,10 +325,13 @@ def smoke_step(
         model.gradient_checkpointing_enable(trainer.args.gradient_checkpointing_kwargs)
     model.train()
     with torch.random.fork_rng(devices=[place] if place.type == "cuda" else []):
-        phase("smoke: forward")
-        loss = trainer.compute_loss(model, batch)
-        phase("smoke: backward")
-        loss.backward()
+        overflowed = True
+        while overflowed:  # so that no step of the training is lost to a scale that is too large
+            phase("smoke: forward")
+            loss = trainer.compute_loss(model, batch)
+            phase("smoke: backward")
+            trainer.scaled(loss).backward()
+            overflowed = trainer.lower_scale(loss)
         if bool(loss.isfinite()):
             _check_gradients(model)
         if place.type == "cuda" and not trainer.shares_optimizer:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import AutocastKwargs
 from datasets import Dataset
 from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
@@ -20,12 +21,19 @@ from tuneserve.lm import fused_head, hardware
 from tuneserve.lm.fuse import fuse
 from tuneserve.lm.loss import pad_rows
 from tuneserve.lm.rows import IGNORED, Rows
-from tuneserve.train import zero
-from tuneserve.train.adapter import WEIGHTS, load_adapter, may_be_unused, unify_dtype
+from tuneserve.train import collective, zero
+from tuneserve.train.adapter import (
+    WEIGHTS,
+    join_types,
+    load_adapter,
+    may_be_unused,
+    unify_dtype,
+)
 from tuneserve.train.flat import can_be_flat, flat_optimizer
 from tuneserve.train.offload import hold_block_inputs
 from tuneserve.train.recipe import OFFLOAD, Recipe, rate_factor
 from tuneserve.train.trackers import guard_trackers
+from tuneserve.train.watching import LEAST_LOSS_SCALE
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +42,9 @@ PAD_MULTIPLE = 8
 # An adapter's gradients are exchanged at once, after the backward pass: that takes milliseconds.
 # Smaller buckets travel during it, on multiprocessors that its matrix products then wait for.
 _BUCKET_MB = 1024
+
+# The longest rows overflow last, since each of their tokens weighs least.
+_SCALE_ROOM = 4.0
 
 
 class RowTrainer(SFTTrainer):
@@ -50,6 +61,8 @@ class RowTrainer(SFTTrainer):
         checkpointing: Recompute activations in the backward pass; `OFFLOAD`: what is kept for that
             lies in host memory.
         callback: Watches the steps.
+        computes: Type of the frozen layers' products. With float16 the loss is scaled, so that
+            small gradients do not vanish, and a step whose gradients overflowed is skipped.
     """
 
     optimizer: Any
@@ -66,6 +79,7 @@ class RowTrainer(SFTTrainer):
         *,
         checkpointing: bool | str,
         callback: TrainerCallback,
+        computes: torch.dtype | None = None,
     ) -> None:
         # Routers of experts balance over the tokens that are not padding.
         config = model.config.get_text_config()
@@ -74,7 +88,9 @@ class RowTrainer(SFTTrainer):
         self._routes = bool(getattr(config, "output_router_logits", False))
         self._recipe, self._scheduler, self._zero = recipe, train.lr_scheduler, train.zero > 0
         dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
+        self._half = computes == torch.float16
         options = _arguments(train, recipe, work, checkpointing=bool(checkpointing))
+        options["fp16"] = self._half
         options["ddp_find_unused_parameters"] = may_be_unused(model)
         if checkpointing == OFFLOAD:
             hold_block_inputs(model)
@@ -103,14 +119,58 @@ class RowTrainer(SFTTrainer):
         # TRL made the adapter of a quantized base bf16, also where the CPU has no bf16 arithmetic.
         unify_dtype(self.model, dtype)
         # TRL's head also computes entropy and accuracy, which nobody reads here.
-        fused_head.add_fused_head(self.model.get_base_model())
-        self._loss_only = fused_head.add_head_loss(self.model.get_base_model())
+        base = self.model.get_base_model()
+        fused_head.add_fused_head(base, float32=self._half and _trains_head(base))
+        self._loss_only = fused_head.add_head_loss(base)
+        if self._half:
+            join_types(self.model, torch.float16)
+            self._add_scaler()
         self.fused = fuse(self.model)
         hardware.release_memory()  # what loading and looking took, before lasting things are made
         from transformers.trainer_callback import PrinterCallback
 
         self.remove_callback(PrinterCallback)
         guard_trackers(self.callback_handler)
+
+    def _add_scaler(self) -> None:
+        """Accelerate makes a scaler on GPUs alone; a CPU's does the same."""
+        if self.accelerator.scaler is None:
+            self.accelerator.native_amp = True
+            self.accelerator.scaler = torch.amp.GradScaler(self.accelerator.device.type)
+
+    def loss_scale(self) -> float | None:
+        """What the loss is multiplied with before the way back; None where it is not."""
+        scaler = self.accelerator.scaler
+        return None if scaler is None else float(scaler.get_scale())
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss as the way back begins with it."""
+        scaler = self.accelerator.scaler
+        return loss if scaler is None else scaler.scale(loss)
+
+    def lower_scale(self, loss: torch.Tensor) -> bool:
+        """Halve the loss scale if the gradients overflowed though the loss did not.
+
+        Returns:
+            Whether it did; then the gradients are gone, and worth another try.
+        """
+        scale = self.loss_scale()
+        if scale is None or scale <= LEAST_LOSS_SCALE or not bool(loss.isfinite()):
+            return False
+        found = [p.grad for p in self.model.parameters() if p.grad is not None]
+        if bool(torch.nn.utils.get_total_norm(found).isfinite()):
+            return False
+        self.accelerator.scaler.update(scale / 2)
+        self.model.zero_grad(set_to_none=True)
+        return True
+
+    def agree_on_scale(self) -> None:
+        """Begin with rank 0's loss scale on every rank, less some room for other rows."""
+        scale = collective.once(self.loss_scale)
+        if scale is not None:
+            scale = max(scale / _SCALE_ROOM, LEAST_LOSS_SCALE)
+            self.accelerator.scaler.update(scale)
+            log.info("float16: the loss is scaled by %g at first", scale)
 
     def pad(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
         """These rows as one batch, as wide as a step takes them."""
@@ -129,7 +189,9 @@ class RowTrainer(SFTTrainer):
 
         ZeRO-2 makes one tensor of them itself.
         """
-        if self.optimizer is None and not self._zero and can_be_flat(self.model):
+        # A scaler looks at the gradients before a step gathers them.
+        flat = not self._zero and not self._half and can_be_flat(self.model)
+        if self.optimizer is None and flat:
             kind, settings = self.get_optimizer_cls_and_kwargs(self.args, self.model)
             settings = {**settings, "weight_decay": self.args.weight_decay}
             trained = [p for p in self.model.parameters() if p.requires_grad]
@@ -180,6 +242,8 @@ class RowTrainer(SFTTrainer):
         arguments: dict[str, Any] = super()._build_accelerator_args(**kwargs)
         for handler in arguments["kwargs_handlers"]:  # gradients live in the buckets, once
             handler.gradient_as_bucket_view = True
+        if self._half:  # the weights are float16 already
+            arguments["kwargs_handlers"].append(AutocastKwargs(enabled=False))
         return arguments
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -209,12 +273,21 @@ class RowTrainer(SFTTrainer):
             self.lr_scheduler.step()
         return prepared
 
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        if self.accelerator.scaler is not None:  # one of a card that needed it has no use here
+            super()._load_scaler(checkpoint)
+
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Checkpoints need none."""
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         # The library's way loads into float32 and ignores tensors that are missing.
         load_adapter(self.model, Path(resume_from_checkpoint) / WEIGHTS)
+
+
+def _trains_head(model: Any) -> bool:
+    head = model.get_output_embeddings()
+    return head is not None and any(p.requires_grad for p in head.parameters())
 
 
 def _arguments(
@@ -236,7 +309,6 @@ def _arguments(
         gradient_checkpointing_kwargs={"use_reentrant": False} if checkpointing else None,
         # All weights have the type that is computed in; autocast would only cast them again.
         bf16=False,
-        fp16=False,
         use_cpu=not cuda,
         logging_steps=1,
         logging_nan_inf_filter=False,

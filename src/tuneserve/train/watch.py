@@ -24,7 +24,7 @@ from tuneserve.progress import Progress
 from tuneserve.train import collective
 from tuneserve.train.checkpoints import seal
 from tuneserve.train.recipe import Recipe
-from tuneserve.train.watching import StallGuard, flat, hungry
+from tuneserve.train.watching import Skips, StallGuard, flat, hungry
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +42,8 @@ class Watch(TrainerCallback):
         evaluate: Held-out loss after a step, and every how many to ask for it; None: never.
         guard: Told of every step; says where one hangs.
         best: Called with step and held-out loss of every evaluation.
+        loss_scale: What the loss is scaled with now, or None; see `RowTrainer`.
+        skips: Steps that were skipped since their gradients overflowed.
     """
 
     rows: Rows
@@ -54,6 +56,8 @@ class Watch(TrainerCallback):
     tokens: int = 0
     guard: StallGuard | None = None
     best: Callable[[int, float], None] | None = None
+    loss_scale: Callable[[], float | None] = lambda: None
+    skips: Skips = field(default_factory=Skips)
     losses: list[float] = field(default_factory=list)
     waited: list[float] = field(default_factory=list)
     _said: set[str] = field(default_factory=set)
@@ -85,15 +89,22 @@ class Watch(TrainerCallback):
         """Record a step; called before its checkpoint is written.
 
         Raises:
-            TrainingDiverged: The loss or the gradient norm is not finite.
+            TrainingDiverged: The loss or the gradient norm is not finite, or, where the loss is
+                scaled, the gradient norm of many steps.
         """
         if not logs or "loss" not in logs:
             return
         step, loss, norm = state.global_step, float(logs["loss"]), float(logs.get("grad_norm", 0))
         rate = float(logs["learning_rate"])
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise self._diverged(step, loss, norm, rate)
         point = {"step": step, "loss": loss, "grad_norm": norm, "learning_rate": rate}
+        scale = self.loss_scale() if math.isfinite(loss) and not math.isfinite(norm) else None
+        if scale is not None:
+            self._skip(step, scale, rate)
+            point |= {"grad_norm": None, "skipped": True, "loss_scale": scale}
+        elif not (math.isfinite(loss) and math.isfinite(norm)):
+            raise self._diverged(step, loss, norm, rate)
+        else:
+            self.skips.trained()
         self._write(point)
         now = time.monotonic()
         seconds = now - (self._began or now)
@@ -140,6 +151,21 @@ class Watch(TrainerCallback):
                 self._said.add(sign)
                 log.warning("%s", text)
 
+    def _skip(self, step: int, scale: float, rate: float) -> None:
+        """Go on without a step whose gradients overflowed, or say why not."""
+        why = self.skips.skipped(scale)
+        if why:
+            raise diverged(
+                step,
+                f"{why}; the last rows are",
+                [self.rows.sources[row] for row in self.rows_of(step)],
+                expected="gradients that a smaller loss scale keeps within 65504",
+                half=True,
+                learning_rate=rate,
+                loss_scale=scale,
+            )
+        log.info("step %d: gradients overflowed, skipped; loss scale now %g", step, scale)
+
     def _write(self, point: dict[str, Any]) -> None:
         if collective.rank():
             return
@@ -153,19 +179,31 @@ class Watch(TrainerCallback):
             f"{what} at learning rate {rate:.3g}; rows",
             [self.rows.sources[row] for row in self.rows_of(step)],
             expected="a finite loss and gradient norm",
+            half=self.loss_scale() is not None,
             learning_rate=rate,
         )
 
 
 def diverged(
-    step: int, what: str, sources: list[str], *, expected: str, **details: Any
+    step: int,
+    what: str,
+    sources: list[str],
+    *,
+    expected: str,
+    half: bool = False,
+    **details: Any,
 ) -> TrainingDiverged:
-    """The error of a number that is not finite, with the rows that it came from."""
+    """The error of a number that is not finite, with the rows that it came from; `half`: computed
+    in float16."""
+    card = (
+        "; a model made in bfloat16 may need more than float16's 65504: then use a GPU that has it "
+        "(compute capability 8.0, Ampere or newer)"
+    )
     more = f" and {len(sources) - 8} more" if len(sources) > 8 else ""
     return TrainingDiverged(
         f"step {step}: {what} {', '.join(sources[:8])}{more}",
         expected=expected,
         hint="look at these rows; if they are fine, lower train.learning_rate or raise "
-        "train.warmup_fraction; nothing was saved",
+        f"train.warmup_fraction{card if half else ''}; nothing was saved",
         details={"step": step, "rows": sources[:64], **details},
     )

@@ -26,6 +26,11 @@ _WAITING, _WAITING_STEPS = 0.10, 20
 # A step is slow beyond so many of the usual ones, but never before so many seconds.
 _SLOW_STEPS, _SLOW_SECONDS = 20, 120.0
 _GRACE_SECONDS = 30.0
+# In float16 a step whose gradients overflow is skipped and the loss scale halved: normal now and
+# then. So many in a row are ten halvings that did not help; and a loss that may not even be taken
+# as it is leaves small gradients nothing.
+_MOST_SKIPS = 10
+LEAST_LOSS_SCALE = 1.0
 _FRAMES = 6
 
 
@@ -48,6 +53,27 @@ def hungry(waited: Sequence[float], seconds: Sequence[float]) -> str:
         return ""
     share = sum(waited) / sum(seconds)
     return f"{share:.0%} of the time the GPU waits for rows: the disk or the CPU is too slow for it"
+
+
+class Skips:
+    """Steps that the gradient scaler skipped."""
+
+    def __init__(self) -> None:
+        self.total = self._row = 0
+
+    def trained(self) -> None:
+        """A step was not skipped."""
+        self._row = 0
+
+    def skipped(self, scale: float) -> str:
+        """A step was, and `scale` is the loss scale now: why not to go on; empty to go on."""
+        self.total += 1
+        self._row += 1
+        if self._row >= _MOST_SKIPS:
+            return f"the gradients of {self._row} steps in a row overflowed float16"
+        if scale < LEAST_LOSS_SCALE:
+            return f"the gradients overflow float16 at any loss scale down to {2 * scale:g}"
+        return ""
 
 
 class StallGuard:
