@@ -18,11 +18,14 @@ import torch
 from tuneserve.lm import elementwise
 from tuneserve.lm.frozen import Weight
 from tuneserve.lm.fused import GatedMlp, Keep, Layer, LoraLinear
+from tuneserve.lm.together import Group, Handed, LoraLinears, can_group
 
 log = logging.getLogger(__name__)
 
 _PROBE_ROWS = 8
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+# Values last: see `tuneserve.lm.together.Group.products`.
+_TOGETHER = ("q_proj", "k_proj", "v_proj")
 # Blocks that add the MLP's output to the residual and nothing else: it is not kept by anybody, so
 # in the recomputation of a checkpointed block it need not be computed.
 _OUTPUT_UNUSED = frozenset({"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"})
@@ -70,6 +73,9 @@ def fuse(model: Any) -> Fused:
         mlp = getattr(block, "mlp", None)
         if isinstance(mlp, torch.nn.Module) and _fuse_mlp(block, mlp, kind, found):
             inside |= {mlp.gate_proj, mlp.up_proj, mlp.down_proj}
+    handed = Handed()
+    for attention in list(model.modules()):
+        inside |= _fuse_together(attention, handed, found)
     for module in list(model.modules()):
         if _is_lora(module) and module not in inside:
             _fuse_linear(module, found)
@@ -91,6 +97,8 @@ def _fusable(module: torch.nn.Module) -> tuple[Layer, list[Any]] | str:
     base = getattr(module, "base_layer", module)
     if not isinstance(base, torch.nn.Linear) or base.weight.requires_grad:
         return "trained whole, or no linear layer"
+    if base.bias is not None and base.bias.requires_grad:
+        return "a bias that is trained"
     state = getattr(base.weight, "quant_state", None)
     if state is None and not base.weight.is_floating_point():
         return "an unknown quantization"
@@ -138,6 +146,40 @@ def _fuse_linear(module: Any, found: Fused) -> None:
 
     module.forward = types.MethodType(forward, module)
     found.linears += 1
+
+
+def _fuse_together(attention: Any, handed: Handed, found: Fused) -> set[torch.nn.Module]:
+    """One node for queries, keys and values, each of which may have an adapter or none."""
+    modules: list[Any] = [getattr(attention, name, None) for name in _TOGETHER]
+    if any(not isinstance(m, torch.nn.Module) for m in modules):
+        return set()
+    adapted = [m for m in modules if _is_lora(m)]
+    if not adapted:
+        return set()
+    parts = [_fusable(m) for m in modules]
+    layers = [part[0] for part in parts if not isinstance(part, str)]
+    factors = [f for part in parts if not isinstance(part, str) for f in part[1]]
+    if len(layers) < len(modules) or not can_group(layers, factors):
+        return set()
+    group = Group(layers, factors)
+    for at, module in enumerate(modules):
+        plain = module.forward
+
+        def forward(
+            self: Any, x: torch.Tensor, *args: Any, at: int = at, plain: Any = plain, **kwargs: Any
+        ) -> torch.Tensor:
+            if adapted[0].disable_adapters or args or kwargs:
+                return plain(x, *args, **kwargs)
+            return handed.ask(
+                group,
+                at,
+                x,
+                lambda: LoraLinears.apply(x, group, *_as_products(factors, group.layers[0])),
+            )
+
+        module.forward = types.MethodType(forward, module)
+    found.linears += len(adapted)
+    return set(modules)
 
 
 def _fuse_mlp(block: Any, mlp: Any, kind: str, found: Fused) -> bool:

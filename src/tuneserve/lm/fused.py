@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tuneserve.lm import elementwise
-from tuneserve.lm.frozen import Weight, borrowed
+from tuneserve.lm.frozen import Weight, borrowed, scales_of
 
 # The MLP goes through its inner width in parts whose activations and dequantized weights take about
 # this much, so that neither the width nor the rows decide the peak; narrower parts than _PART_WIDTH
@@ -81,12 +81,19 @@ class LoraLinear(torch.autograd.Function):
         if saved:
             x, inner = saved
             a, b = ctx.factors
-            back = (d @ b).mul_(layer.scale)
+            back = scaled_product(d, b, layer.scale)
             da = back.t() @ x.reshape(-1, x.shape[-1])
-            db = (d.t() @ inner).mul_(layer.scale)
+            db = scaled_product(d.t(), inner, layer.scale)
             if dx is not None:
                 dx.addmm_(back, a)
         return (None if dx is None else dx.view(ctx.shape)), None, da, db
+
+
+def scaled_product(left: Tensor, right: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
+    """``scale left @ right`` in one launch, into `out` if there is one."""
+    if out is None:
+        out = left.new_empty((left.shape[0], right.shape[1]))
+    return out.addmm_(left, right, beta=0, alpha=scale)  # of beta 0: not even NaN is read
 
 
 class GatedMlp(torch.autograd.Function):
@@ -102,7 +109,7 @@ class GatedMlp(torch.autograd.Function):
         inner = layers[0].weight.out_features
         kept: list[Tensor] = []
         if keep is Keep.NOTHING_NEW:
-            y = x.new_zeros(1).expand(x.shape)
+            y = x.new_empty(1).expand(x.shape)
         else:
             if keep is Keep.ACTIVATIONS:
                 kept = [torch.empty((len(flat), 2 * inner), dtype=x.dtype, device=x.device)]
@@ -166,8 +173,7 @@ class _Work:
         parts = borrowed.take(x.device, x.dtype, *shapes)
         self._product, self._both, self._pair = parts[0], parts[1], parts[2:3]
         self._down = parts[-1] if down.quantized else None
-        self._scales = [w.scales() if self._together else None for w in (gate, up)]
-        self._scales.append(down.scales() if down.quantized else None)
+        self._scales = scales_of([gate, up, down])
         self.inner = [None if a is None else x @ a.t() for a, _ in self._factors]
 
     def product(self, width: int) -> Tensor:
@@ -275,7 +281,7 @@ class _Backward:
         self.parts = _parts(len(d), layers, d.element_size())
         self._work = _Work(d if x is None else x, layers, factors, self.parts[0][1], both=True)
         down_b = factors[5]
-        self._back = None if down_b is None else (d @ down_b).mul_(layers[2].scale)
+        self._back = None if down_b is None else scaled_product(d, down_b, layers[2].scale)
         self._inner: Tensor | None = None
         self._dx: Tensor | None = None
         self._d_inner: list[Tensor | None] = [None, None]
@@ -299,13 +305,13 @@ class _Backward:
         elementwise.silu_mul_backward(d, gate, up, halves, keep_product=down_a is not None)
         if down_a is not None:  # d now holds what went into the down projection
             self._inner = _add(self._inner, d, down_a[:, begin:end].t())
-            self._found[4][:, begin:end] = self._back.t() @ d  # type: ignore[union-attr]
+            scaled_product(self._back.t(), d, 1.0, self._found[4][:, begin:end])  # type: ignore[union-attr]
         for at, half in enumerate(halves):
             b, scale = self._factors[2 * at + 1], self._layers[at].scale
             if b is None:
                 continue
             self._d_inner[at] = _add(self._d_inner[at], half, b[begin:end])
-            self._found[2 * at + 1][begin:end] = (half.t() @ work.inner[at]).mul_(scale)
+            scaled_product(half.t(), work.inner[at], scale, self._found[2 * at + 1][begin:end])
         if len(weights) == 1:
             self._dx = _add(self._dx, both, weights[0])
         else:
@@ -323,7 +329,7 @@ class _Backward:
             self._found[2 * at] = back.t() @ self._x
             self._dx.addmm_(back, a)
         if self._inner is not None:
-            self._found[5] = (self._d.t() @ self._inner).mul_(self._layers[2].scale)
+            self._found[5] = scaled_product(self._d.t(), self._inner, self._layers[2].scale)
         return self._dx, self._found
 
 

@@ -22,6 +22,7 @@ PART_BYTES = 216 * 2**20
 PART_WIDTH = 2048
 PART_MULTIPLE = 1024
 LOGITS_BYTES = 128 * 2**20
+TOGETHER = ("q_proj", "k_proj", "v_proj")
 # As in `tuneserve.train.offload`: block inputs that stay on the card.
 OFFLOAD_PLACES = 10
 OFFLOAD_BYTES = 320 * 2**20
@@ -52,14 +53,19 @@ def held_inputs(arch: Arch, step: Step) -> int:
 
 
 def scratch_bytes(arch: Arch, step: Step) -> int:
-    """What the widest user of the scratch memory takes: an MLP going back, or the head."""
+    """What the widest user of the scratch memory takes, on its way back: an MLP, queries, keys and
+    values of one node (`tuneserve.lm.together`), or the head.
+    """
     one = step.element_bytes
     width = part_width(step.tokens, arch, one, quantized=step.quantized)
     mlp = 3 * step.tokens * width * one
     if step.quantized:  # a part of gate, of up and of the down projection
         mlp += 3 * width * arch.hidden * one
+    together = 0
+    if step.quantized and any(target.name in TOGETHER for target in step.targets):
+        together = (arch.query + 2 * arch.key_value) * (arch.hidden + step.tokens) * one
     rows = min(max(64, LOGITS_BYTES // (arch.vocab * one)), step.tokens)
-    return max(mlp, rows * arch.vocab * one)
+    return max(mlp, together, rows * arch.vocab * one)
 
 
 def kept_bytes(arch: Arch, step: Step, *, with_mlp: bool) -> int:
@@ -73,7 +79,7 @@ def kept_bytes(arch: Arch, step: Step, *, with_mlp: bool) -> int:
     """
     one, tokens = step.element_bytes, step.tokens
     targets = {target.name: target for target in step.targets}
-    into_attention = any(name in targets for name in ("q_proj", "k_proj", "v_proj"))
+    into_attention = any(name in targets for name in TOGETHER)
     into_mlp = not with_mlp or any(name in targets for name in ("gate_proj", "up_proj"))
     width = arch.hidden * (1 + into_attention + into_mlp)  # the first: input of the second norm
     width += 2 * arch.query + 2 * arch.key_value
