@@ -24,6 +24,7 @@ from train_rows import IGNORED, make_context, write_dataset, write_rows
 from tuneserve.artifacts import Artifact
 from tuneserve.config import GatesSection
 from tuneserve.evaluate.stage import run as evaluate
+from tuneserve.release.answer_room import AnswerRoom
 from tuneserve.release.champion import ChampionScores, measure_champion
 from tuneserve.release.gates import GateReport
 from tuneserve.release.heldout import read_rows
@@ -145,7 +146,7 @@ class House:
         with serving(served, self.tokenizer, ends or self.ends) as socket_path:
             subject = Subject(
                 socket_path, "m", GatesSection.model_validate(gates), rows, side == "eval",
-                evaluation, self.champion, answer_tokens=64,
+                evaluation, self.champion, room=AnswerRoom(64),
             )  # fmt: skip
             return judge_candidate(subject, [], {})[0]
 

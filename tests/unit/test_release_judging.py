@@ -12,6 +12,7 @@ from tuneserve.config import GatesSection
 from tuneserve.errors import InputError
 from tuneserve.lm.conversations import round_robin
 from tuneserve.release import behaviour, judging
+from tuneserve.release.answer_room import AnswerRoom
 from tuneserve.release.behaviour import Answer
 from tuneserve.release.heldout import Row
 from tuneserve.release.judging import Subject, judge_candidate, rows_to_score
@@ -74,10 +75,13 @@ def line(at: int, source: str, most: int, **more: Any) -> dict[str, Any]:
     return {**known, "merged": CALL, "parses": True, **more}
 
 
-def ask(rows: list[Row], folder: Path, longest: int, **gates: Any) -> tuple[Any, list[str]]:
+def ask(
+    rows: list[Row], folder: Path, longest: int, served: int = 1 << 30, **gates: Any
+) -> tuple[Any, list[str]]:
     config = GatesSection.model_validate({"answers": 0, "allow_undecided": True, **gates})
     skipped: list[str] = []
-    subject = Subject(Path("/s"), "m", config, rows, True, folder, answer_tokens=8, longest=longest)
+    room = AnswerRoom(8, served)
+    subject = Subject(Path("/s"), "m", config, rows, True, folder, room=room, longest=longest)
     report, _ = judge_candidate(subject, skipped, {})
     return report, report.skipped
 
@@ -100,6 +104,23 @@ def test_structured_prompts_stay_within_what_is_served(
     (gate,) = [g for g in report.gates if g.name == "structured answers parse"]
     assert gate.passed and "3 of 3 parse" in gate.found
     assert "structured answers: 2 do not fit into the 64 tokens served" in skipped
+
+
+def test_what_merged_says_must_fit_into_what_the_server_gives(
+    tmp_path: Path, asked: dict[str, Any]
+) -> None:
+    """An answer cut by serve.max_tokens would not parse, and quantizing would be blamed."""
+    rows = [row("a"), row("b")]
+    lines = [line(0, "a", 26, merged_tokens=12), line(1, "b", 26, merged_tokens=11)]
+    report, skipped = ask(rows, evaluation(tmp_path / "e", lines), 64, 12)
+    assert asked["ids"] == [(rows[1].ids[:30], 12)]
+    assert [g.found for g in report.gates if g.name == "structured answers parse"] == [
+        "1 of 1 parse, 1 with the merged model"
+    ]
+    assert (
+        "structured answers: 1 do not fit into the 64 tokens served, or the 12 of an answer "
+        "(serve.max_tokens)"
+    ) in skipped
 
 
 def test_canaries_leave_half_for_their_prompt(tmp_path: Path, asked: dict[str, Any]) -> None:

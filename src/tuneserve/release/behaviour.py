@@ -18,6 +18,7 @@ from tuneserve.errors import ServerError
 from tuneserve.lm.callforms import Tools
 from tuneserve.lm.structured import Kind, parses
 from tuneserve.progress import Progress
+from tuneserve.release.answer_room import AnswerRoom
 from tuneserve.release.gates import Gate
 from tuneserve.release.unixhttp import ask
 from tuneserve.thresholds import CanarySection, GatesSection
@@ -98,8 +99,16 @@ def gibberish(answer: Answer, max_nats: float) -> bool:
     return broken > _BROKEN_SHARE * max(len(text), 1) or answer.nats > max_nats
 
 
-def judge_answers(config: GatesSection, answers: Sequence[Answer]) -> list[Gate]:
-    """The gates on free answers; none without answers."""
+def judge_answers(
+    config: GatesSection, answers: Sequence[Answer], room: AnswerRoom | None = None
+) -> list[Gate]:
+    """The gates on free answers; none without answers.
+
+    Args:
+        config: Thresholds.
+        answers: What was answered.
+        room: What was asked for; says which setting left an answer too little.
+    """
     if not answers:
         return []
     count = len(answers)
@@ -112,9 +121,10 @@ def judge_answers(config: GatesSection, answers: Sequence[Answer]) -> list[Gate]
             "answers end",
             ended >= config.min_ended * count,
             f"{ended} of {count} greedy answers end with a stop token"
-            + (f"; one that does not: {_short(last)}" if last else ""),
+            + (f"; one that does not: {_short(last)}" if last else "")
+            + (f"; {room.cut}" if room and room.cut and last else ""),
             f"at least {config.min_ended:.0%}",
-            f"gates.min_ended: {ended / count:.2g}",
+            (room.setting if room else "") or f"gates.min_ended: {ended / count:.2g}",
         ),
         _share_gate(
             "no loops",

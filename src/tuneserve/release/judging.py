@@ -21,6 +21,7 @@ from tuneserve.lm import scores
 from tuneserve.lm.conversations import round_robin
 from tuneserve.lm.scores import TopScores
 from tuneserve.release import behaviour
+from tuneserve.release.answer_room import AnswerRoom
 from tuneserve.release.champion import ChampionScores, paired
 from tuneserve.release.decisions import Gate, GateReport
 from tuneserve.release.gates import Evidence, judge
@@ -47,7 +48,7 @@ class Subject:
         evaluation: Folder of the evaluation artifact.
         champion: What serves now, measured on `rows`; None: nothing does, or it was not measured.
         champion_unknown: Why it could not be measured, although it should have been.
-        answer_tokens: Longest answer.
+        room: Longest answer.
         longest: Longest prompt with its answer, in tokens.
         alive: Raises when the server has died.
     """
@@ -60,7 +61,7 @@ class Subject:
     evaluation: Path | None
     champion: ChampionScores | None = None
     champion_unknown: str = ""
-    answer_tokens: int = 256
+    room: AnswerRoom = AnswerRoom()
     longest: int = 1 << 30
     alive: Callable[[], None] = lambda: None
 
@@ -227,12 +228,12 @@ def _behaviour(subject: Subject, skipped: list[str]) -> list[Gate]:
         for row in subject.rows
         if row.supervised
         and row.messages[-1]["role"] == "assistant"
-        and row.answer_start + subject.answer_tokens < subject.longest
+        and row.answer_start + subject.room.asked < subject.longest
     ]
     chosen = spread(usable, config.answers) if config.answers else []
-    prompts = [(row.ids[: row.answer_start], subject.answer_tokens) for row in chosen]
+    prompts = [(row.ids[: row.answer_start], subject.room.asked) for row in chosen]
     if prompts:
-        gates += behaviour.judge_answers(config, ask(prompts))
+        gates += behaviour.judge_answers(config, ask(prompts), subject.room)
     elif subject.rows:
         skipped.append("greedy answers: none were asked for, or no held-out prompt fits")
     structured = _structured(subject, skipped)
@@ -252,10 +253,14 @@ def _behaviour(subject: Subject, skipped: list[str]) -> list[Gate]:
 
 def _structured(subject: Subject, skipped: list[str]) -> list[behaviour.StructuredRow]:
     """The structured rows to ask, each within what the server takes."""
-    known, too_long = read_structured(subject.evaluation, subject.rows, subject.longest)
+    known, too_long = read_structured(
+        subject.evaluation, subject.rows, subject.longest, subject.room.served
+    )
     if too_long:
+        short = subject.room.served < subject.longest
         skipped.append(
             f"structured answers: {too_long} do not fit into the {subject.longest} tokens served"
+            + (f", or the {subject.room.served} of an answer (serve.max_tokens)" if short else "")
         )
     wanted = subject.gates.structured_answers
     asked = wanted and subject.evaluation is not None
@@ -272,7 +277,7 @@ def _has_tools(rows: list[Row]) -> bool:
 
 
 def read_structured(
-    evaluation: Path | None, rows: list[Row], longest: int
+    evaluation: Path | None, rows: list[Row], longest: int, longest_answer: int = 1 << 30
 ) -> tuple[list[behaviour.StructuredRow], int]:
     """The structured rows that evaluation asked the merged model.
 
@@ -280,6 +285,7 @@ def read_structured(
         evaluation: Folder of the evaluation artifact.
         rows: All held-out rows.
         longest: Longest prompt with its answer, in tokens.
+        longest_answer: What the server gives at most, in tokens.
 
     Returns:
         Those that can be asked, and how many cannot: behind their prompt there is no room for an
@@ -294,7 +300,7 @@ def read_structured(
         if row is None or row.source != data["source"]:
             continue
         prompt = row.ids[: data.get("start", row.answer_start)]
-        room = longest - len(prompt)
+        room = min(longest - len(prompt), longest_answer)
         if room < max(1, min(data.get("merged_tokens", 0) + 1, data["max_tokens"])):
             too_long += 1
             continue

@@ -15,6 +15,7 @@ from tuneserve.artifacts import write_json_atomic
 from tuneserve.errors import GateRefused
 from tuneserve.progress import human_seconds
 from tuneserve.release import capacity, promote, state, vllm_command
+from tuneserve.release.answer_room import AnswerRoom, answer_room
 from tuneserve.release.card import CardFacts, write_card
 from tuneserve.release.champion import ChampionScores, safely_measure
 from tuneserve.release.gate_report import write_report
@@ -99,7 +100,7 @@ def prove(servers: promote.Servers, candidate: Candidate) -> None:
             socket_path,
             serve.name,
             prompts,
-            max_tokens=_answer_tokens(candidate),
+            room=_answer_room(candidate),
             must_stop=bool(candidate.rows),
         )
     facts["one greedy answer"] = (
@@ -126,13 +127,12 @@ def prove(servers: promote.Servers, candidate: Candidate) -> None:
         changed.releases[record.id] = record
 
 
-def _answer_tokens(candidate: Candidate) -> int:
-    """Room for an answer: twice the longest known one, at least 64, at most 512 and what the
-    server takes and gives."""
-    longest = max((len(row.ids) - row.answer_start for row in candidate.rows), default=64)
-    given = vllm_command.sampling_defaults(candidate.facts, candidate.request.serve)
-    most = int(given.get("max_new_tokens", 512))
-    return min(max(64, 2 * longest), 512, candidate.room.max_model_len // 2, most)
+def _answer_room(candidate: Candidate) -> AnswerRoom:
+    serve = candidate.request.serve
+    most = vllm_command.sampling_defaults(candidate.facts, serve).get("max_new_tokens")
+    return answer_room(
+        candidate.rows, serve, None if most is None else int(most), candidate.room.max_model_len
+    )
 
 
 def measure_champion(
@@ -214,7 +214,7 @@ def _judge(
         request.evaluation,
         candidate.champion,
         candidate.champion_unknown,
-        _answer_tokens(candidate),
+        _answer_room(candidate),
         candidate.room.max_model_len,
         alive,
     )

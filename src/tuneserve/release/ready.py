@@ -14,6 +14,7 @@ from typing import Any
 
 from tuneserve.errors import GateRefused, OutOfMemory, ServerError, TuneserveError
 from tuneserve.progress import human_seconds
+from tuneserve.release.answer_room import AnswerRoom
 from tuneserve.release.heldout import Row
 from tuneserve.release.supervisor import Keeper, server_program, tail
 from tuneserve.release.unixhttp import RELEASE_HEADER, Answer, ask
@@ -165,7 +166,7 @@ def check_answers(
     model: str,
     prompts: list[list[dict[str, Any]]],
     *,
-    max_tokens: int,
+    room: AnswerRoom,
     must_stop: bool,
     timeout_seconds: float = 180.0,
 ) -> Sample:
@@ -176,31 +177,31 @@ def check_answers(
         socket_path: Its socket.
         model: Its served name.
         prompts: Chats to ask, in turn.
-        max_tokens: Longest answer.
+        room: Longest answer.
         must_stop: Whether an answer must end with `stop`; else it must only come.
         timeout_seconds: Longest wait for one answer.
 
     Raises:
-        GateRefused: Every answer ran into `max_tokens`.
+        GateRefused: Every answer was cut; says which setting left it too little room, if one did.
         ServerError: The server refuses the chat, or generation hangs although /health is well.
     """
     sample: Sample | None = None
     for messages in prompts:
-        sample = _one_answer(child, socket_path, model, messages, max_tokens, timeout_seconds)
+        sample = _one_answer(child, socket_path, model, messages, room.asked, timeout_seconds)
         if sample.finish_reason == "stop":
             return sample
     assert sample is not None, "there is at least one prompt"
     if must_stop:
         raise GateRefused(
-            f"none of {len(prompts)} greedy answers ended by itself within {max_tokens} tokens; "
+            f"none of {len(prompts)} greedy answers ended by itself within {room.asked} tokens; "
             "the last one "
             f"ended with {sample.finish_reason}: {sample.text[:120]!r}",
             expected="finish_reason stop",
-            hint="the model did not learn to end its turn: train longer, and check that end "
-            "tokens are "
-            "supervised in the validation report",
+            hint=room.cut
+            or "the model did not learn to end its turn: train longer, and check that end tokens "
+            "are supervised in the validation report",
         )
-    log.warning("no answer ended by itself within %d tokens", max_tokens)
+    log.warning("no answer ended by itself within %d tokens", room.asked)
     return sample
 
 
