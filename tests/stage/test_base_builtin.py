@@ -14,7 +14,7 @@ from tuneserve.config import ModelSection
 JUDGE = """
 import json, sys
 from transformers import GenerationConfig
-from tuneserve.checkpoint.basecheck import repaired_generation_config
+from tuneserve.checkpoint.generation import valid_generation_config
 for given in json.loads(sys.argv[1]):
     try:
         GenerationConfig(**given).validate(strict=True)
@@ -22,7 +22,7 @@ for given in json.loads(sys.argv[1]):
         pass
     else:
         raise SystemExit(f"{given} was fine")
-    mended, changes = repaired_generation_config(given)
+    mended, changes = valid_generation_config(given)
     GenerationConfig(**mended).validate(strict=True)
     assert changes
 """
@@ -35,6 +35,8 @@ BAD = [
     {"early_stopping": True, "num_beams": 1},
     {"length_penalty": 2.0},
     {"pad_token_id": -1},
+    {"num_beams": 4, "temperature": 0.0},
+    {"num_beams": 4, "do_sample": True, "temperature": 0.7, "num_return_sequences": 5},
 ]
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tuneserve.checkpoint import base
-from tuneserve.checkpoint.basecheck import check_base, repaired_generation_config
+from tuneserve.checkpoint.basecheck import check_base
+from tuneserve.checkpoint.generation import valid_generation_config
 from tuneserve.config import ModelSection
 from tuneserve.errors import DiskFull, ModelError
 from tuneserve.plan.arch import arch_from_config
@@ -141,23 +142,29 @@ def test_generation_config_is_said_before_training(
     path.write_text('{"do_sample": false, "temperature": 0.9}')
     caplog.set_level(logging.WARNING)
     base.resolve_base(section(folder))
-    assert "do_sample set to true, because temperature are set" in caplog.text
+    assert "the base's generation config does not sample: temperature removed" in caplog.text
     assert json.loads(path.read_text())["do_sample"] is False
 
 
 @pytest.mark.parametrize(
     ("given", "mended"),
     [
-        ({"do_sample": False, "temperature": 0.9}, {"do_sample": True, "temperature": 0.9}),
+        ({"temperature": 0.9}, {"do_sample": True, "temperature": 0.9}),
+        ({"do_sample": False, "temperature": 0.9}, {"do_sample": False}),
         ({"top_p": 0.8, "top_k": 20}, {"do_sample": True, "top_p": 0.8, "top_k": 20}),
         ({"do_sample": True, "temperature": 0.0, "top_p": 0.9}, {"do_sample": True, "top_k": 1}),
         ({"length_penalty": 2.0, "num_beams": 1}, {"num_beams": 1}),
+        ({"num_beams": 4, "temperature": 0.0, "top_p": 0.9}, {"num_beams": 4}),
+        (
+            {"num_beams": 4, "do_sample": False, "top_k": 9, "length_penalty": 2.0},
+            {"num_beams": 4, "do_sample": False, "length_penalty": 2.0},
+        ),
         ({"pad_token_id": -1, "eos_token_id": 2}, {"eos_token_id": 2}),
     ],
 )
 def test_repairs(given: dict[str, Any], mended: dict[str, Any]) -> None:
     before = dict(given)
-    found, changes = repaired_generation_config(given)
+    found, changes = valid_generation_config(given)
     assert found == mended and changes and given == before
 
 
@@ -168,10 +175,12 @@ def test_repairs(given: dict[str, Any], mended: dict[str, Any]) -> None:
         {"do_sample": True, "temperature": 0.6},
         {"do_sample": False, "temperature": 1.0, "top_k": 50},
         {"num_beams": 4, "length_penalty": 2.0},
+        {"num_beams": 4, "early_stopping": True, "num_return_sequences": 4},
+        {"num_beams": 4, "early_stopping": "never", "do_sample": True, "temperature": 0.7},
     ],
 )
 def test_good_generation_configs_stay(good: dict[str, Any]) -> None:
-    assert repaired_generation_config(good) == (good, [])
+    assert valid_generation_config(good) == (good, [])
 
 
 def test_builtin_config_describes_the_builtin(

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from tuneserve.artifacts import file_sha256, fsync_directory, write_json_atomic
-from tuneserve.checkpoint.basecheck import check_base, read_config, repaired_generation_config
+from tuneserve.checkpoint.basecheck import check_base, read_config
+from tuneserve.checkpoint.generation import valid_generation_config
 from tuneserve.checkpoint.headers import Checkpoint
 from tuneserve.checkpoint.hub import download, need_disk
 from tuneserve.checkpoint.licence import base_licence
@@ -219,9 +220,9 @@ def _convert(source: Path, out: Path, progress: Progress) -> None:
         if name == "config.json":
             data.pop("_name_or_path", None)
         else:
-            data, changes = repaired_generation_config(data)
-            for change in changes:
-                log.info("%s: %s", name, change)
+            data, notes = valid_generation_config(data)
+            for note in notes:
+                log.info("%s", note)
         write_json_atomic(out / name, data)
     for path in out.iterdir():
         path.chmod(

@@ -11,6 +11,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from tuneserve.checkpoint.generation import valid_generation_config
 from tuneserve.checkpoint.headers import Checkpoint
 from tuneserve.checkpoint.ties import is_tied
 from tuneserve.config import ModelSection
@@ -19,19 +20,6 @@ from tuneserve.errors import ModelError
 log = logging.getLogger(__name__)
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
-# Sampling-only flags of GenerationConfig and the values that switch them off
-# (transformers `GenerationConfig.validate`, section 2.1).
-_SAMPLING_OFF = {
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "min_p": None,
-    "top_h": None,
-    "typical_p": 1.0,
-    "top_k": 50,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
-}
-_BEAM_OFF = {"early_stopping": False, "length_penalty": 1.0}
 
 
 def check_base(folder: Path, model: ModelSection) -> None:
@@ -56,9 +44,8 @@ def check_base(folder: Path, model: ModelSection) -> None:
             hint="mend what is listed, or choose another model.base",
             details={"problems": problems},
         )
-    _, changes = repaired_generation_config(generation_config(folder))
-    for change in changes:
-        log.warning("generation_config.json of the base: %s (mended in what we write)", change)
+    for note in valid_generation_config(generation_config(folder))[1]:
+        log.warning("the base's %s (mended in what we write)", note)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -168,36 +155,3 @@ def generation_config(folder: Path) -> dict[str, Any]:
     """The base's `generation_config.json`; empty when it has none."""
     path = folder / "generation_config.json"
     return _json(path) if path.is_file() else {}
-
-
-def repaired_generation_config(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A copy that transformers agrees to save and vLLM reads alike, and what was changed.
-
-    Saving checks that sampling flags come with sampling switched on; a base may break that rule,
-    which shows only when the tuned model is saved. Sampling is switched on then: that is what vLLM
-    does with such a file anyway, since it reads the temperature and not `do_sample`.
-    """
-    mended, changes = dict(config), []
-    sampling = [
-        name
-        for name, off in _SAMPLING_OFF.items()
-        if mended.get(name) is not None and mended[name] != off
-    ]
-    if sampling and mended.get("do_sample") is not True:
-        mended["do_sample"] = True
-        changes.append(f"do_sample set to true, because {', '.join(sampling)} are set")
-    if mended.get("temperature") == 0:
-        # transformers refuses to sample with 0; vLLM, without a temperature, would sample with 1.
-        for name in sampling:
-            mended.pop(name, None)
-        mended.update(do_sample=True, top_k=1)
-        changes = ["temperature 0 means greedy: written as top_k 1, which every engine understands"]
-    if mended.get("num_beams") in (None, 1):
-        for name, off in _BEAM_OFF.items():
-            if mended.get(name) not in (None, off):
-                mended.pop(name)
-                changes.append(f"{name} removed, because there is one beam")
-    if isinstance(mended.get("pad_token_id"), int) and mended["pad_token_id"] < 0:
-        mended.pop("pad_token_id")
-        changes.append("pad_token_id removed, because it is negative")
-    return mended, changes
