@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -20,10 +20,13 @@ from tuneserve.config import RunFile, Size
 from tuneserve.errors import TuneserveError, error_classes
 from tuneserve.plan.build import Plan
 from tuneserve.plan.speed import step_seconds
+from tuneserve.plan.times import about, stage_times
+from tuneserve.runfile import load_run_file
 from tuneserve.section import Section
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # the tests load this file by its path
+from plan_tables import PLAN_BLOCKS  # noqa: E402
 from walkthrough_tables import BLOCKS, RUNS, planned  # noqa: E402
 
 HEAD = """\
@@ -249,8 +252,12 @@ def run_file(name: str) -> str:
     if plan.step.gpus > 1:
         cards = cards.replace(" on an ", f" on {plan.step.gpus} x ")
     time = f"# Time: by the plan a million training tokens take {cards}.\n"
+    beside = ", ".join(f"{rest_of_the_run(name, plan, card)} on an {card}" for card in TIMED[name])
+    merge = about(plan.times.stages["merge"] or 0)
+    rest = f"# Beside training: {beside}; the merge is {merge} of it, whatever the card.\n"
     text = re.sub(r"# Predicted: [^\n]*\n", line, text)
-    text = re.sub(r"# Time: [^\n]*\n", time, text)
+    text = re.sub(r"# Beside training: [^\n]*\n", "", text)
+    text = re.sub(r"# Time: [^\n]*\n", lambda _: time + rest, text)
     return re.sub(r"--gpu-memory \S+", f"--gpu-memory {SMALLEST_GIB[name]:g}GiB", text, count=1)
 
 
@@ -262,17 +269,44 @@ def minutes_a_million(plan: Plan, card: str) -> float:
     return 1e6 * seconds / (step.tokens * step.accumulation * step.gpus) / 60
 
 
+def rest_of_the_run(name: str, plan: Plan, card: str) -> str:
+    """Merge, evaluate, quantize and the server's start on a card, with rows of the full length."""
+    times = stage_times(
+        load_run_file(RUNS / name),
+        plan.arch,
+        plan.step,
+        card,
+        steps_seconds=None,
+        row_tokens=plan.step.length,
+    )
+    return about(sum(seconds or 0 for seconds in times.stages.values()))
+
+
 def walkthrough() -> str:
     """The 7B page with its tables filled from what was measured and what the plan says."""
-    text = (HERE / "walkthrough-7b.md").read_text(encoding="utf-8")
-    for name, make in BLOCKS.items():
+    return _filled("walkthrough-7b.md", BLOCKS)
+
+
+def plan_page() -> str:
+    """The plan's page with its table of the stages after training."""
+    return _filled("plan.md", PLAN_BLOCKS)
+
+
+def _filled(page: str, blocks: dict[str, Callable[[], str]]) -> str:
+    text = (HERE / page).read_text(encoding="utf-8")
+    for name, make in blocks.items():
         before, _, rest = text.partition(f"<!-- {name} -->\n")
         after = rest.partition("<!-- end -->")[2]
         text = f"{before}<!-- {name} -->\n{make()}<!-- end -->{after}"
     return text
 
 
-PAGES = {"run-file.md": reference, "errors.md": errors, "walkthrough-7b.md": walkthrough}
+PAGES = {
+    "run-file.md": reference,
+    "errors.md": errors,
+    "walkthrough-7b.md": walkthrough,
+    "plan.md": plan_page,
+}
 
 if __name__ == "__main__":
     for name, make in PAGES.items():

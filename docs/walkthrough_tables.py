@@ -9,14 +9,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from tuneserve.plan.arch import Arch, arch_from_config
 from tuneserve.plan.build import Plan, plan_for
-from tuneserve.plan.constants import Constants
+from tuneserve.plan.constants import Constants, for_card
 from tuneserve.plan.later import quantize_peak
 from tuneserve.plan.machine import Gpu, Machine
 from tuneserve.runfile import load_run_file
 
 HERE = Path(__file__).parent
 RUNS = HERE.parent / "deploy" / "runs"
+H200_BYTES = 140 * 2**30
 
 
 def planned(path: Path, gib: float) -> Plan:
@@ -29,6 +31,19 @@ def planned(path: Path, gib: float) -> Plan:
     with tempfile.TemporaryDirectory() as folder:
         shutil.copyfile(HERE.parent / "tests" / "shapes" / shape, Path(folder) / "config.json")
         return plan_for(run, base_dir=Path(folder), machine=machine)
+
+
+def shortened(shape: str, layers: int) -> Arch:
+    """A shipped shape with so many of its layers."""
+    path = HERE.parent / "tests" / "shapes" / f"{shape}.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    return arch_from_config({**config, "num_hidden_layers": layers})
+
+
+def served(models: list[dict[str, Any]]) -> int:
+    """What the plan counts for servers of one H200 that were measured."""
+    beside = for_card(Constants(), H200_BYTES).server_gpu_bytes
+    return sum(model["weights_bytes"] + model["kv_cache_bytes"] + beside for model in models)
 
 
 def _plan_table() -> str:
@@ -57,22 +72,24 @@ def _stages() -> str:
     merge, serve = _result("merge_h200_host.json"), _result("serve_h200.json")["models"]
     quantize = _result("quantize_h200_gptq.json")
     sides = [quantize["peaks"][name] for name in ("ours", "bare")]
-    laps = [_laps(side["laps"])["quantizing"] for side in sides]
+    laps = [laps_of(side["laps"])["quantizing"] for side in sides]
     evaluate = plan.stages["evaluate"].peak.needed_bytes - context
-    export = quantize_peak(plan.arch, few, gpu=True).needed_bytes - context
+    arch = shortened("Qwen2.5-7B-Instruct", quantize["layers"])
+    bare = quantize_peak(arch, few, gpu=True).needed_bytes - context
+    export = quantize_peak(arch, few, gpu=True, room_bytes=H200_BYTES).needed_bytes - context
     rows = [
         (
             f"validate: {gate['rows']:,} rows of {gate['tokens'] / gate['rows']:.0f} tokens, "
             "SmolLM2's tokenizer, 2 cores",
             "-",
-            f"{_gib(gate['peak_rss_bytes'])} of RAM",
+            f"{gib(gate['peak_rss_bytes'])} of RAM",
             f"{gate['row_seconds']:.0f} s: {gate['rows'] / gate['row_seconds']:,.0f} rows/s",
             "validate.json",
         ),
         (
             "train: NF4, r=64 on q, k, v, o, 2 x 2048 tokens, checkpointing",
             f"{step['predicted_gib']:.1f} GiB",
-            _gib(timed["peak_reserved_bytes"]),
+            gib(timed["peak_reserved_bytes"]),
             f"{timed['seconds_per_step']:.3f} s a step",
             "h200_plan_points.json",
         ),
@@ -85,7 +102,7 @@ def _stages() -> str:
         ),
         (
             "evaluate: 16 x 2048 tokens in 16 bits",
-            _gib(evaluate),
+            gib(evaluate),
             "16.1 GiB",
             "10 s to load, 6 s to score, 3 s for the losses",
             "",
@@ -93,15 +110,15 @@ def _stages() -> str:
         (
             f"quantize: GPTQ of {quantize['layers']} layers, {quantize['rows']} rows of "
             f"{quantize['max_tokens']} tokens",
-            _gib(export),
-            f"{_gib(sides[1]['peak_gpu_bytes'])} bare, {_gib(sides[0]['peak_gpu_bytes'])} ours",
+            f"{gib(bare)} bare, {gib(export)} ours",
+            f"{gib(sides[1]['peak_gpu_bytes'])} bare, {gib(sides[0]['peak_gpu_bytes'])} ours",
             f"{laps[1]:.0f} s bare (kernels compiled), {laps[0]:.0f} s ours",
             "quantize_h200_gptq.json",
         ),
         (
             "serve: 16 bits and 4 bits beside one another",
-            _gib(sum(model["predicted_bytes"] for model in serve)),
-            _gib(serve[0]["device_used_bytes"]) + " of the card",
+            gib(served(serve)),
+            gib(serve[0]["device_used_bytes"]) + " of the card",
             " and ".join(f"{model['seconds_to_first_answer']:.0f}" for model in serve)
             + " s to the first answer",
             "serve_h200.json",
@@ -117,7 +134,8 @@ def _stages() -> str:
     return "\n".join([*lines, "", note]) + "\n"
 
 
-def _gib(count: float) -> str:
+def gib(count: float) -> str:
+    """``12.4 GiB``."""
     return f"{count / 2**30:.1f} GiB"
 
 
@@ -181,7 +199,7 @@ def _result(name: str) -> dict[str, Any]:
 def _quantize() -> str:
     """Steps of a GPTQ export of some layers of the 7B shape, beside bare GPTQModel's."""
     found = _result("quantize_h200_gptq.json")
-    sides = {name: _laps(found["peaks"][name]["laps"]) for name in ("ours", "bare")}
+    sides = {name: laps_of(found["peaks"][name]["laps"]) for name in ("ours", "bare")}
     shared = list(sides["bare"])
     around = {name: sum(t for n, t in laps.items() if n not in shared)
               for name, laps in sides.items()}  # fmt: skip
@@ -194,7 +212,7 @@ def _quantize() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _laps(text: str) -> dict[str, float]:
+def laps_of(text: str) -> dict[str, float]:
     """Seconds by step of ``loading 0.2 s, quantizing 1 min 04 s``."""
     found = {}
     for part in text.split(", "):

@@ -68,7 +68,7 @@ def generator() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", ["run-file.md", "errors.md", "walkthrough-7b.md"])
+@pytest.mark.parametrize("name", ["run-file.md", "errors.md", "walkthrough-7b.md", "plan.md"])
 def test_generated_pages_are_current(name: str) -> None:
     made, here = generator().PAGES[name](), text_of(DOCS / name)
     # The plan's table changes a little whenever its constants are fitted anew: `test_presets`

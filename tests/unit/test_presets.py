@@ -11,6 +11,7 @@ from tuneserve.checkpoint.base import peek_base
 from tuneserve.plan.build import Plan, plan_for
 from tuneserve.plan.machine import Gpu, GpuProcess, Machine
 from tuneserve.plan.speed import step_seconds
+from tuneserve.plan.times import stage_times
 from tuneserve.runfile import load_run_file
 
 ROOT = Path(__file__).parents[2]
@@ -105,6 +106,36 @@ def test_the_header_says_how_long_by_the_plan(name: str, tmp_path: Path) -> None
         assert seconds is not None, device
         expected = 1e6 / tokens * seconds / 60
         assert int(minutes) == pytest.approx(expected, rel=0.1, abs=0.6), "run docs/generate.py"
+
+
+@pytest.mark.parametrize("name", sorted(CARDS))
+def test_the_header_says_what_comes_beside_training(name: str, tmp_path: Path) -> None:
+    plan = planned(RUNS / name, min(CARDS[name]), tmp_path)
+    [line] = [t for t in (RUNS / name).read_text().splitlines() if "# Beside training: " in t]
+    cards, _, merge = line.removeprefix("# Beside training: ").partition("; the merge is ")
+    found = re.findall(r"([^,]+?) on an ([^,]+)", cards)
+    assert found
+    for said, card in found:
+        times = stage_times(
+            load_run_file(RUNS / name),
+            plan.arch,
+            plan.step,
+            card,
+            steps_seconds=None,
+            row_tokens=plan.step.length,
+        ).stages
+        assert times["train"] is None and times["evaluate"] and times["quantize"]
+        rest = sum(seconds or 0 for seconds in times.values())
+        assert seconds_of(said) == pytest.approx(rest, rel=0.15), "run docs/generate.py"
+    assert seconds_of(merge.partition(" of it")[0]) == pytest.approx(
+        plan.times.stages["merge"], rel=0.2
+    )
+
+
+def seconds_of(words: str) -> int:
+    """Of ``1 h 10 min``, ``40 s``."""
+    parts = re.findall(r"(\d+) (h|min|s)", words)
+    return sum(int(n) * {"h": 3600, "min": 60, "s": 1}[unit] for n, unit in parts)
 
 
 def test_the_time_of_a_7b_by_hand(tmp_path: Path) -> None:

@@ -12,12 +12,13 @@ from tuneserve.checkpoint.base import BUILTIN
 from tuneserve.config import RunFile
 from tuneserve.errors import RunFileError
 from tuneserve.init.look import DataLook
+from tuneserve.plan import times
 from tuneserve.plan.arch import Arch
 from tuneserve.plan.build import Plan, plan_for
 from tuneserve.plan.checks import exportable
 from tuneserve.plan.machine import GpuProcess, Machine
 from tuneserve.plan.speed import step_seconds
-from tuneserve.progress import human_seconds, many
+from tuneserve.progress import many
 from tuneserve.runfile import parse_run
 
 # In 16 bits first: on one H200 55 s a million tokens of a 7B model with all activations kept, 60 s
@@ -280,10 +281,9 @@ def _finished(choice: Choice, arch: Arch, look: DataLook | None) -> Choice:
         f"{many(step.accumulation, 'pass')} a step"
     )
     why.update(_length_of_training(run, look))
-    if look and (seconds := step_seconds(arch, step, plan.machine.device)):
-        steps = math.ceil(look.rows * (1 - run.data.eval_fraction) / step.micro_batch)
-        total = seconds * steps / step.accumulation * run.train.epochs
-        why["train.epochs"] += f", predicted to take {human_seconds(total)}"
+    if look and (seconds := _train_seconds(choice, look)):
+        length = "train.max_steps" if run.train.max_steps else "train.epochs"
+        why[length] += f", predicted to take about {times.about(seconds)}"
     choice.notes += [said for said in plan.warnings if said.startswith("quantize.methods")]
     if look is not None:
         choice.notes += _too_few_held_out(run, round(look.rows * run.data.eval_fraction))
@@ -316,6 +316,21 @@ def _finished(choice: Choice, arch: Arch, look: DataLook | None) -> Choice:
     if run.serve.tool_parser:
         why["serve.tool_parser"] = "the data has tool calls; this reads them back"
     return choice
+
+
+def _train_seconds(choice: Choice, look: DataLook) -> float | None:
+    """Of all steps; with rows of which only a part was counted, or none, as the longest."""
+    run, plan = choice.run, choice.plan
+    if plan.train_seconds and run.train.max_steps:
+        return plan.train_seconds
+    trained = 1 - run.data.eval_fraction
+    if plan.train_seconds:  # of all rows that were read
+        return plan.train_seconds * trained / look.share
+    if (one := step_seconds(plan.arch, plan.step, plan.machine.device)) is None:
+        return None
+    rows = plan.step.micro_batch * plan.step.accumulation
+    steps = run.train.max_steps or look.rows * trained / rows * run.train.epochs
+    return one * math.ceil(steps)
 
 
 def _too_few_held_out(run: RunFile, held: int) -> list[str]:

@@ -230,6 +230,8 @@ def _found_lines(choice: Choice, found: DataLook | None) -> Iterator[str]:
         f"be used to train; training is predicted to take {human_bytes(train.peak.needed_bytes)}, "
         f"serving {human_bytes(serve.peak.needed_bytes)}"
     )
+    if (found is None or found.share == 1) and (time := plan.times.line()):
+        yield f"Time: {time}, once the data are validated; more in the plan"
     how = "converted, once" if choice.run.model.base.startswith("builtin:") else "downloaded"
     disk = f"Disk needed: {human_bytes(plan.disk_bytes)}"
     yield disk + (

@@ -18,7 +18,8 @@ from tuneserve.plan.advice import Advice, train_advice
 from tuneserve.plan.arch import Arch, arch_from_config, with_headers
 from tuneserve.plan.calibrate import machine_constants
 from tuneserve.plan.checks import problems, warnings
-from tuneserve.plan.constants import Constants
+from tuneserve.plan.constants import Constants, for_card
+from tuneserve.plan.host import export_host, train_host
 from tuneserve.plan.later import (
     Serving,
     disk_bytes,
@@ -32,7 +33,9 @@ from tuneserve.plan.memory import Peak, Step, train_peak
 from tuneserve.plan.rows import DataShape, data_shape_from_metrics
 from tuneserve.plan.several import Ways, ways
 from tuneserve.plan.speed import step_seconds
+from tuneserve.plan.stageplan import StagePlan
 from tuneserve.plan.steps import choose_step
+from tuneserve.plan.times import Times, stage_times
 
 log = logging.getLogger(__name__)
 
@@ -40,41 +43,6 @@ log = logging.getLogger(__name__)
 _SERVE_TOKENS_GPU = 32768
 _SERVE_TOKENS_CPU = 4096
 _SERVE_TOKENS_STEP = 128
-
-
-@dataclass(frozen=True)
-class StagePlan:
-    """One stage against what there is.
-
-    Attributes:
-        device: ``GPU`` or ``RAM``: what `peak` is measured in.
-        available_bytes: What the stage may take there; None where that is not known (a supposed
-            card).
-        disk_bytes: What it leaves on disk.
-    """
-
-    name: str
-    device: str
-    peak: Peak
-    available_bytes: int | None
-    disk_bytes: int
-
-    @property
-    def fits(self) -> bool:
-        """Whether it fits as far as is known."""
-        return self.available_bytes is None or self.peak.needed_bytes <= self.available_bytes
-
-    def to_json(self) -> dict[str, Any]:
-        """As `--json` carries it."""
-        return {
-            "device": self.device,
-            "peak_bytes": self.peak.total_bytes,
-            "needed_bytes": self.peak.needed_bytes,
-            "available_bytes": self.available_bytes,
-            "disk_bytes": self.disk_bytes,
-            "components": dict(self.peak.components),
-            "fits": self.fits,
-        }
 
 
 @dataclass(frozen=True)
@@ -94,15 +62,14 @@ class Plan:
     several: Ways | None = None
     steps: int | None = None
     usual_tokens: int | None = None
+    times: Times = Times({})
 
     @property
     def train_seconds(self) -> float | None:
         """All steps of the training, with rows of their mean length; None where it is not known."""
-        if self.steps is None or self.usual_tokens is None:
-            return None
-        usual = replace(self.step, length=self.usual_tokens)
-        step = step_seconds(self.arch, usual, self.machine.device)
-        return None if step is None else step * self.steps
+        return _steps_seconds(
+            self.arch, self.step, self.machine.device, self.steps, self.usual_tokens
+        )
 
     @property
     def disk_bytes(self) -> int:
@@ -128,7 +95,11 @@ class Plan:
             "fits": self.fits,
             "device": self.machine.device,
             "parameters": self.arch.weights,
-            "stages": {name: stage.to_json() for name, stage in self.stages.items()},
+            "stages": {
+                name: {**stage.to_json(), "seconds": _rough(self.times.stages.get(name))}
+                for name, stage in self.stages.items()
+            },
+            "seconds": _rough(self.times.total),
             "disk_bytes": self.disk_bytes,
             "disk_free_bytes": self.machine.disk_free_bytes,
             "download_bytes": self.download_bytes,
@@ -205,6 +176,7 @@ def plan_for(
         gpus=max(run.train.gpus, run.serve.tensor_parallel),
     )
     on_gpu = machine.gpu is not None
+    constants = for_card(constants, machine.gpu.total_bytes if machine.gpu else None)
     found = problems(run, arch, data, gpu=on_gpu, gpus=machine.gpus)
     if found:
         raise RunFileError(
@@ -219,22 +191,39 @@ def plan_for(
     served, both = _choose_serving(run, arch, data, room, constants)
     disk = disk_bytes(arch, run, step)
     device = "GPU" if on_gpu else "RAM"
-    merge_available = None if machine.supposed else machine.ram_free_bytes
+    memory = None if machine.supposed else machine.ram_free_bytes
+    host = memory if on_gpu else None
+    exporting = quantize_peak(arch, run, gpu=on_gpu, constants=constants, room_bytes=room.work)
+    beside = Peak({})
+    if on_gpu:
+        beside = export_host(
+            arch,
+            run,
+            gpu_room_bytes=room.work,
+            free_bytes=machine.ram_free_bytes,
+            constants=constants,
+        )
+    scoring = evaluate_peak(arch, step, constants)
+    one = Peak({"processes": constants.gpu_process_bytes} if on_gpu else {})
     stages = {
-        "train": StagePlan("train", device, peak, room.train, disk["train"]),
-        "merge": StagePlan("merge", "RAM", merge_peak(run), merge_available, disk["merge"]),
-        "evaluate": StagePlan(
-            "evaluate", device, evaluate_peak(arch, step, constants), room.work, disk["evaluate"]
-        ),
-        "quantize": StagePlan(
-            "quantize",
+        "train": StagePlan(
+            "train",
             device,
-            quantize_peak(arch, run, gpu=on_gpu, constants=constants),
-            room.work,
-            disk["quantize"],
+            peak,
+            room.train,
+            disk["train"],
+            train_host(arch, step, constants),
+            host,
+        ),
+        "merge": StagePlan("merge", "RAM", merge_peak(run), memory, disk["merge"]),
+        "evaluate": StagePlan("evaluate", device, scoring, room.work, disk["evaluate"], one, host),
+        "quantize": StagePlan(
+            "quantize", device, exporting, room.work, disk["quantize"], beside, host
         ),
         "serve": StagePlan("serve", device, served.peak, room.serve, disk["serve"]),
     }
+    steps = _steps(run, data)
+    usual = round(sum(data.lengths) / data.rows) if data and data.rows else None
     advice: list[Advice] = []
     if not stages["train"].fits:
         advice = train_advice(
@@ -259,9 +248,40 @@ def plan_for(
         advice=tuple(advice),
         warnings=tuple(warnings(run, arch, data, gpu=on_gpu)),
         several=ways(arch, step, room.train, constants),
-        steps=_steps(run, data),
-        usual_tokens=round(sum(data.lengths) / data.rows) if data and data.rows else None,
+        steps=steps,
+        usual_tokens=usual,
+        times=stage_times(
+            run,
+            arch,
+            step,
+            machine.device,
+            steps_seconds=_steps_seconds(arch, step, machine.device, steps, usual),
+            row_tokens=usual or step.length,
+            held_out=_held_out(run, data),
+        ),
     )
+
+
+def _steps_seconds(
+    arch: Arch, step: Step, device: str, steps: int | None, usual_tokens: int | None
+) -> float | None:
+    if steps is None or usual_tokens is None:
+        return None
+    one = step_seconds(arch, replace(step, length=usual_tokens), device)
+    return None if one is None else one * steps
+
+
+def _held_out(run: RunFile, data: DataShape | None) -> int | None:
+    """Rows held out of the same data; None where they come from elsewhere."""
+    if data is None or run.data.eval:
+        return None
+    share = run.data.eval_fraction
+    return round(data.rows * share / (1 - share)) if share < 1 else None
+
+
+def _rough(seconds: float | None) -> int | None:
+    """To two digits: more would be false."""
+    return None if seconds is None else int(float(f"{seconds:.1e}"))
 
 
 def _steps(run: RunFile, data: DataShape | None) -> int | None:

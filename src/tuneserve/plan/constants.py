@@ -6,7 +6,7 @@ number.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 GIB = 2**30
 MIB = 2**20
@@ -40,6 +40,9 @@ class Constants:
         hessian_copies: Float32 matrices of the widest layer's input size that GPTQ keeps at once
             (Hessian, its damped copy, Cholesky factor, inverse).
         server_process_bytes: The three processes of one vLLM on CPU, without weights and cache.
+        compare_rest_bytes: What is reserved beyond what is counted while an export's loss is
+            compared on a card: GPTQModel's remains, holes. Of one measurement
+            (`bench/results/quantize_h200_gptq.json`).
         server_gpu_bytes: CUDA context, graphs and activations of one vLLM on a card.
     """
 
@@ -58,11 +61,26 @@ class Constants:
     quantize_process_bytes: int = 1600 * MIB
     gpu_process_bytes: int = 3 * GIB
     hessian_copies: int = 4
+    compare_rest_bytes: int = 881 * MIB
     server_process_bytes: int = 2662 * MIB
     server_gpu_bytes: int = 2560 * MIB
 
 
 DEFAULT = Constants()
+
+# From this size on vLLM takes more sequences at once, and captures graphs for them. As in
+# `tuneserve.release.capacity`; a test compares them. Of two servers on one H200
+# (`bench/results/serve_h200.json`): 3.66 GiB each when both were up, 3.88 after load on one.
+LARGE_GPU_BYTES = 70 * GIB
+LARGE_SERVER_BYTES = 3840 * MIB
+
+
+def for_card(constants: Constants, gpu_bytes: int | None) -> Constants:
+    """The same with what a server takes beside weights and cache on a card of that size."""
+    if gpu_bytes is None or gpu_bytes < LARGE_GPU_BYTES:
+        return constants
+    return replace(constants, server_gpu_bytes=max(constants.server_gpu_bytes, LARGE_SERVER_BYTES))
+
 
 # NF4: 4 bits, and one scale for 64 weights: float32, or under double quantization 8 bits and a
 # float32 for 256 of these (bitsandbytes `quantize_4bit`; QLoRA, arXiv 2305.14314, section 3).

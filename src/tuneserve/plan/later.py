@@ -18,6 +18,14 @@ _HEAD_TOKENS = 4096
 _HEAD_COLUMNS = 32768
 # Tokenizer, configs and reports beside the weights.
 _SMALL_FILES_BYTES = 20 * 2**20
+# The export's loss is compared on so many tokens of a row, where the 16-bit model has room: so many
+# times the checkpoint on a card, or in half of the free memory. As in `tuneserve.quantize.smoke`.
+COMPARED_TOKENS = 192
+GPU_FACTOR, MEMORY_FACTOR = 1.5, 3
+# Of the widest layer while it is unpacked: values, zeros and their difference in int64, the scales
+# and the difference in float32. Of a logit: 16 bits and twice float32.
+_UNPACKED_BYTES = 3 * 8 + 2 * 4
+_LOGIT_BYTES = 2 + 2 * 4
 # The trainer keeps the checkpoint being written beside the last complete one.
 _CHECKPOINTS_KEPT = 2
 
@@ -42,14 +50,37 @@ def merge_peak(run: RunFile) -> Peak:
     return Peak({"merge.max_memory": run.merge.max_memory})
 
 
-def quantize_peak(arch: Arch, run: RunFile, *, gpu: bool, constants: Constants = DEFAULT) -> Peak:
-    """GPTQ of one block at a time: its weights, the Hessians of its widest layer, the calibration
-    rows.
+def quantize_peak(
+    arch: Arch,
+    run: RunFile,
+    *,
+    gpu: bool,
+    constants: Constants = DEFAULT,
+    room_bytes: int | None = None,
+) -> Peak:
+    """The larger of the two: GPTQ of one block at a time, and the comparison of losses after it.
 
     AWQ keeps no Hessian but the same inputs; GPTQ is the larger, and what is planned for.
+
+    Args:
+        arch: The model.
+        run: The run file.
+        gpu: Whether the peak is of a card.
+        constants: Of this machine.
+        room_bytes: What the stage may take there: the comparison is made where it fits. None: it
+            is not counted.
     """
     if run.quantize.methods == ["none"]:
         return Peak({})
+    exporting = _exporting(arch, run, gpu=gpu, constants=constants)
+    if room_bytes is None or not _compares(arch, room_bytes, gpu=gpu, constants=constants):
+        return exporting
+    comparing = _comparing(arch, gpu=gpu, constants=constants)
+    return max(exporting, comparing, key=lambda peak: peak.needed_bytes)
+
+
+def _exporting(arch: Arch, run: RunFile, *, gpu: bool, constants: Constants) -> Peak:
+    """GPTQ's block, the Hessians of its widest layer, and the calibration rows."""
     widest = max(arch.linears, key=lambda t: t.in_features * t.out_features)
     deepest = max(linear.in_features for linear in arch.linears)
     tokens = run.quantize.calibration_rows * run.quantize.calibration_max_tokens
@@ -67,6 +98,37 @@ def quantize_peak(arch: Arch, run: RunFile, *, gpu: bool, constants: Constants =
     parts["attention and MLP of one batch"] = (
         8 * run.quantize.calibration_max_tokens * (4 * arch.query + 3 * arch.inner) * element
     )
+    parts["allocator slack"] = int(constants.cpu_slack * sum(parts.values()))
+    parts["interpreter and libraries"] = constants.quantize_process_bytes
+    parts["mapped checkpoint"] = 2 * arch.weights
+    return Peak(parts, droppable=("mapped checkpoint",))
+
+
+def _compares(arch: Arch, room_bytes: int, *, gpu: bool, constants: Constants) -> bool:
+    """Whether the 16-bit model will be compared there, as `tuneserve.quantize.smoke` decides."""
+    checkpoint = 2 * arch.weights
+    if gpu:
+        return GPU_FACTOR * checkpoint < room_bytes - constants.cuda_context_bytes
+    return MEMORY_FACTOR * checkpoint <= room_bytes // 2
+
+
+def _comparing(arch: Arch, *, gpu: bool, constants: Constants) -> Peak:
+    """The whole model (float32 without a GPU), one layer of its export unpacked, one row's
+    logits.
+    """
+    widest = max(linear.in_features * linear.out_features for linear in arch.linears)
+    parts = {
+        "16-bit model to compare with" if gpu else "model to compare with, in float32": (
+            2 if gpu else 4
+        )
+        * arch.weights,
+        "one layer unpacked": _UNPACKED_BYTES * widest,
+        "logits of a row": _LOGIT_BYTES * COMPARED_TOKENS * arch.vocab,
+    }
+    if gpu:
+        parts["remains of the export"] = constants.compare_rest_bytes
+        parts["CUDA context"] = constants.cuda_context_bytes
+        return Peak(parts)
     parts["allocator slack"] = int(constants.cpu_slack * sum(parts.values()))
     parts["interpreter and libraries"] = constants.quantize_process_bytes
     parts["mapped checkpoint"] = 2 * arch.weights

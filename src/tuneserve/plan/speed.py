@@ -2,7 +2,8 @@
 
 A frozen weight is multiplied twice for each token, forward and back, and once more where
 activations are recomputed; its own gradient is never computed. Of a card's peak rate a step gets
-about half: measured on one H200 (`bench/results/h200_plan_points.json`).
+about half: measured on one H200 (`bench/results/h200_plan_points.json`). A CPU is taken for what
+the demo's training reached on two cores; how other numbers of cores do was not measured.
 """
 
 from __future__ import annotations
@@ -33,6 +34,11 @@ _PEAK_TERAFLOPS = (
     ("RTX 3090", 71),
 )
 _SHARE_OF_PEAK = 0.5
+# Operations a second of two cores that multiply bfloat16: 8 rows of 77 tokens in 1.08 s (SmolLM2).
+_CPU_FLOPS = 3.3e11
+# Two cores without these instructions, which compute in float32: `make demo` took 12.6 minutes
+# there instead of 4.1.
+_CPU_SLOWNESS = 3.0
 # No pass is faster than its kernels are launched: measured with a slow CPU on a 1B model.
 _LAUNCH_SECONDS_PER_BLOCK = 0.006
 
@@ -40,6 +46,16 @@ _LAUNCH_SECONDS_PER_BLOCK = 0.006
 def peak_flops(device: str) -> float | None:
     """A card's dense bf16 rate by its name; None for one that is not known."""
     return next((rate * 1e12 for name, rate in _PEAK_TERAFLOPS if name in device), None)
+
+
+def rate(step: Step, device: str) -> float | None:
+    """A card's peak, or what a CPU reaches, in operations a second; None where it is not known."""
+    return peak_flops(device) if step.gpu else _CPU_FLOPS / cpu_slowness(step)
+
+
+def cpu_slowness(step: Step) -> float:
+    """How much longer a CPU takes that does not multiply bfloat16; 1 beside a GPU."""
+    return _CPU_SLOWNESS if not step.gpu and step.element_bytes == 4 else 1.0
 
 
 def model_flops(arch: Arch, step: Step) -> float:
@@ -66,10 +82,12 @@ def executed_flops(arch: Arch, step: Step) -> float:
 
 
 def step_seconds(arch: Arch, step: Step, device: str) -> float | None:
-    """Seconds of one optimizer step, roughly; None on a device whose rate is not known."""
-    peak = peak_flops(device) if step.gpu else None
-    if peak is None:
+    """Seconds of one optimizer step, roughly; None on a card whose rate is not known."""
+    speed = rate(step, device)
+    if speed is None:
         return None
+    if not step.gpu:
+        return round(executed_flops(arch, step) / speed, 4)
     launches = _LAUNCH_SECONDS_PER_BLOCK * arch.layers * step.accumulation
     launches *= 1.5 if step.checkpointing else 1
-    return round(max(executed_flops(arch, step) / (peak * _SHARE_OF_PEAK), launches), 4)
+    return round(max(executed_flops(arch, step) / (speed * _SHARE_OF_PEAK), launches), 4)

@@ -12,6 +12,7 @@ from tuneserve.errors import DiskFull, OutOfMemory, ResourceError
 from tuneserve.plan.build import Plan, plan_for
 from tuneserve.plan.machine import Machine
 from tuneserve.plan.rows import data_shape
+from tuneserve.plan.stageplan import StagePlan
 from tuneserve.progress import human_bytes
 from tuneserve.stages import StageContext
 
@@ -65,10 +66,10 @@ def refuse(plan: Plan) -> None:
     """Raise when something does not fit; the message names every stage, needed and available."""
     small = [stage for stage in plan.stages.values() if not stage.fits]
     lines = [
-        f"{stage.name} needs {human_bytes(stage.peak.needed_bytes)} of "
-        f"{'GPU memory' if stage.device == 'GPU' else 'memory'}, "
-        f"{human_bytes(stage.available_bytes or 0)} can be had"
+        f"{stage.name} needs {human_bytes(needed)} of "
+        f"{'GPU memory' if where == 'GPU' else 'memory'}, {human_bytes(room)} can be had"
         for stage in small
+        for where, needed, room in stage.short
     ]
     kind: type[ResourceError] = OutOfMemory
     if not plan.disk_fits:
@@ -96,6 +97,8 @@ def _hint(plan: Plan, stages: list[str]) -> str:
     gpu = plan.machine.gpu
     if gpu and not plan.advice:
         hints += [f"end {process}, which holds the same card" for process in gpu.foreign]
+    if any("pinned: checkpoints" in stage.host.components for stage in _short_of_memory(plan)):
+        hints.append("set train.micro_batch lower: what offload keeps in memory shrinks with it")
     if "merge" in stages:
         hints.append("lower merge.max_memory, or free memory")
     if "quantize" in stages:
@@ -108,3 +111,12 @@ def _hint(plan: Plan, stages: list[str]) -> str:
     if not plan.disk_fits:
         hints.append("free some space, or set store.root to another disk")
     return "one of these, mildest first:\n    " + "\n    ".join(hints)
+
+
+def _short_of_memory(plan: Plan) -> list[StagePlan]:
+    """Stages beside a GPU for which the host's memory does not do."""
+    return [
+        stage
+        for stage in plan.stages.values()
+        if stage.host.components and any(where == "RAM" for where, *_ in stage.short)
+    ]

@@ -10,6 +10,7 @@ from tuneserve.plan.arch import Arch
 from tuneserve.plan.checks import target_linears
 from tuneserve.plan.constants import Constants
 from tuneserve.plan.fusedstep import can_fuse
+from tuneserve.plan.host import train_host
 from tuneserve.plan.machine import Gpu, Machine
 from tuneserve.plan.memory import Step, train_peak, with_micro_batch
 from tuneserve.plan.rows import DataShape
@@ -53,7 +54,7 @@ def choose_step(
             constants,
             fixed=wanted != "auto",
         )
-        if found is None:
+        if found is None or (len(ways) > 1 and not _host_fits(arch, found, machine, constants)):
             continue
         if found.tokens >= min(_BUSY_TOKENS, limit * step.length):
             return found
@@ -63,6 +64,12 @@ def choose_step(
         return best
     size = _divisors(batch, limit)[0] if wanted != "auto" else 1
     return with_micro_batch(replace(step, checkpointing=ways[-1]), size, batch)
+
+
+def _host_fits(arch: Arch, step: Step, machine: Machine, constants: Constants) -> bool:
+    """Whether what `offload` keeps in the host's memory fits there, as far as is known."""
+    needed = train_host(arch, step, constants).needed_bytes
+    return step.checkpointing != "offload" or machine.supposed or needed <= machine.ram_free_bytes
 
 
 def trained_step(
