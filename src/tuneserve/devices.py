@@ -9,6 +9,9 @@ from pathlib import Path
 # The first compute capability whose matrix units multiply bfloat16 (Ampere). Cards before it, such
 # as T4, V100 and RTX 20, compute in float16.
 BF16_CAPABILITY = (8, 0)
+# Families whose activations outgrow float16; such cards compute them in float32, and so does vLLM
+# there (0.32, `vllm/config/model.py`).
+FLOAT32_FAMILIES = frozenset({"gemma2", "gemma3", "gemma3_text", "glm4"})
 _DRIVER_CARDS = Path("/proc/driver/nvidia/gpus")
 _UUID = re.compile(r"^GPU UUID:\s*(GPU-[0-9a-fA-F-]+)\s*$", re.MULTILINE)
 

@@ -208,6 +208,8 @@ def _gpu(gpu: Gpu | None) -> Finding:
     if gpu is None:
         return Finding("GPU", "ok", "none: everything runs on the CPU, with small models")
     text = f"{gpu.name}, {human_bytes(gpu.free_bytes)} of {human_bytes(gpu.total_bytes)} free"
+    if not gpu.has_bf16:
+        text += "; without bfloat16, so it computes in float16"
     if gpu.processes:
         text += "; held by " + ", ".join(
             f"{process}{', our server' if process.ours else ''}" for process in gpu.processes

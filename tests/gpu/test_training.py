@@ -117,3 +117,53 @@ def test_a_kernel_that_hangs_is_reported_and_ended(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150)
     assert done.returncode != 0
     assert "StageTimeout" in done.stderr and "training hung for" in done.stderr, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("method", ["qlora", "lora"])
+def test_float16_as_on_a_card_without_bfloat16(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Losses of float32 within float16's rounding, in fused nodes; 6 steps straight are 3 + 3
+    resumed, and a step that overflows is skipped."""
+    from safetensors.torch import load_file
+
+    from tuneserve.lm import hardware
+    from tuneserve.train.stage import run
+    from tuneserve.train.trainer import RowTrainer
+
+    def losses(context: Any) -> list[float]:
+        lines = (context.out / "loss.jsonl").read_text().splitlines()
+        return [point["loss"] for point in map(json.loads, lines) if "loss" in point]
+
+    train = {"method": method, "learning_rate": 1e-2}
+    found = {}
+    for dtype in (torch.float32, torch.float16):
+        monkeypatch.setattr(hardware, "compute_dtype", lambda device, dtype=dtype: dtype)
+        context = context_of(tmp_path, train)
+        run(context)
+        found[dtype] = losses(context)
+    assert found[torch.float16] == pytest.approx(found[torch.float32], rel=1e-2)
+    adapter = load_file(context.out / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in adapter.values()} == {torch.float32}
+    checkpoint = context.work / "checkpoint-6"
+    assert torch.load(checkpoint / "scaler.pt", weights_only=True)["_growth_tracker"] == 6
+
+    shutil.rmtree(checkpoint)
+    shutil.rmtree(context.out)
+    context.out.mkdir()
+    run(context)
+    assert losses(context) == pytest.approx(found[torch.float16], rel=1e-3)
+    assert torch.load(checkpoint / "scaler.pt", weights_only=True)["_growth_tracker"] == 6
+
+    clip = RowTrainer._clip_grad_norm
+
+    def poisoned(self: Any, model: Any) -> Any:
+        if self.state.global_step == 1:
+            next(p for p in model.parameters() if p.grad is not None).grad.view(-1)[0] = torch.inf
+        return clip(self, model)
+
+    monkeypatch.setattr(RowTrainer, "_clip_grad_norm", poisoned)
+    context = context_of(tmp_path, train)
+    assert run(context)["steps"] == 6
+    points = [json.loads(line) for line in (context.out / "loss.jsonl").read_text().splitlines()]
+    assert [p["step"] for p in points if p.get("skipped")] == [2]

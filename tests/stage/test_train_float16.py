@@ -265,3 +265,13 @@ def test_two_processes_scale_alike(
         run(context)
         curves.append([point["loss"] for point in curve_of(context)])
     assert curves[1] == pytest.approx(curves[0], rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("qwen2", torch.float16), ("gemma3_text", torch.float32)]
+)
+def test_a_family_that_float16_does_not_hold(
+    tmp_path: Path, float16: None, family: str, dtype: torch.dtype
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    assert hardware.model_dtype(torch.device("cuda", 0), tmp_path) == dtype

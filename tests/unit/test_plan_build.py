@@ -299,3 +299,41 @@ def test_command_shows_what_does_not_fit_and_the_stage_raises(
     with pytest.raises(OutOfMemory):
         run_stage(StageContext(run(base), base, {}, base / "out", base / "work"))
     assert not (base / "out").exists()
+
+
+def test_a_card_without_bfloat16_trains_float32_adapters_on_float16(base: Path) -> None:
+    """Rank 16 on all linear layers of Qwen2-7B, by hand: inputs and outputs of a block are
+    2 x 7168 (q, o) + 2 x 4096 (k, v) + 3 x 22528 (gate, up, down) = 90,112; times 16 and 28
+    blocks 40,370,176 numbers."""
+    numbers = 40_370_176
+    lora = {"r": 16, "target_modules": "all-linear"}
+    train = {**RECOMPUTED, "lora": lora, "micro_batch": 2}
+    old, new, unknown = (
+        plan(
+            base,
+            replace(machine(16), gpu=Gpu("T4", 16 * GIB, 16 * GIB, (), capability)),
+            train=train,
+        )
+        for capability in ((7, 5), (8, 0), None)
+    )
+    assert (old.step.element_bytes, old.step.adapter_element_bytes, old.step.half) == (2, 4, True)
+    assert (new.step.element_bytes, new.step.adapter_element_bytes, new.step.half) == (2, 2, False)
+    assert unknown.step == new.step  # a card that is only supposed has bfloat16
+    ours, theirs = (dict(p.stages["train"].peak.components) for p in (old, new))
+    assert (ours["adapters"], theirs["adapters"]) == (4 * numbers, 2 * numbers)
+    assert (ours["gradients"], theirs["gradients"]) == (4 * numbers, 2 * numbers)
+    assert ours.pop("adapters in float16") == 2 * numbers
+    rest = ours.keys() - {"adapters", "gradients", "allocator slack"}
+    assert {name: ours[name] for name in rest} == {name: theirs[name] for name in rest}
+
+
+@pytest.mark.parametrize(("family", "sizes"), [("llama", (2, 4)), ("gemma2", (4, 4))])
+def test_a_family_that_float16_does_not_hold_is_computed_in_float32(
+    base: Path, family: str, sizes: tuple[int, int]
+) -> None:
+    (base / "config.json").write_text(
+        json.dumps({**QWEN2_7B, "model_type": family, "head_dim": 128})
+    )
+    place = replace(machine(80), gpu=Gpu("T4", 80 * GIB, 80 * GIB, (), (7, 5)))
+    step = plan(base, place).step
+    assert (step.element_bytes, step.adapter_element_bytes) == sizes

@@ -11,7 +11,7 @@ import pytest
 
 from tuneserve.cpu import has_bf16
 from tuneserve.errors import ResourceError
-from tuneserve.plan.machine import first_gpu, look, memory
+from tuneserve.plan.machine import first_gpu, look, memory, visible_cards
 from tuneserve.release.capacity import read_free_memory
 
 MIB = 2**20
@@ -159,3 +159,15 @@ def test_supposed_card(tmp_path: Path) -> None:
     found = look(tmp_path / "not" / "there", gpu_memory_bytes=24 * 2**30)
     assert found.supposed and found.gpu is not None and found.gpu.free_bytes == 24 * 2**30
     assert found.disk_free_bytes > 0 and found.device == "a 24 GiB GPU"
+
+
+def test_a_card_says_whether_it_has_bfloat16(smi: Path) -> None:
+    """A T4 has not; an A100 has; what an old driver or a container does not tell is assumed."""
+    smi.write_text(
+        '#!/bin/sh\ncase "$1" in --query-gpu=*compute_cap*)\n'
+        "printf '0, GPU-aa, Tesla T4, 15360, 15000, 7.5\\n1, GPU-bb, A100, 81920, 81000, 8.0\\n'\n"
+        "printf '2, GPU-cc, Some card, 81920, 81000, [N/A]\\n';; esac\n"
+    )
+    t4, a100, unknown = visible_cards({})
+    assert (t4.capability, a100.capability, unknown.capability) == ((7, 5), (8, 0), None)
+    assert (t4.has_bf16, a100.has_bf16, unknown.has_bf16) == (False, True, True)

@@ -376,3 +376,24 @@ def test_d09_the_server_reads_the_method_from_the_export(tmp_path: Path) -> None
     room = mock.Mock(spec=sorted(names), device="cpu", max_model_len=64, kv_cache_bytes=1)
     arguments = vllm_command.serving_arguments(facts, ServeSection(), room, False)
     assert "--quantization" not in arguments  # a flag could only contradict it
+
+
+@pytest.mark.parametrize(
+    ("config", "capability", "why"),
+    [
+        ({"model_type": "llama", "dtype": "float16"}, (8, 0), "config.json says float16"),
+        ({"model_type": "llama", "dtype": "bfloat16"}, (8, 0), ""),
+        ({"model_type": "llama", "dtype": "bfloat16"}, None, ""),
+        ({"model_type": "llama", "dtype": "bfloat16"}, (7, 5), "Tesla T4 has no bfloat16"),
+        ({"model_type": "gemma2", "dtype": "bfloat16"}, (7, 5), ""),  # vLLM takes float32
+    ],
+)
+def test_where_float16_overflows(
+    config: dict[str, str], capability: tuple[int, int] | None, why: str
+) -> None:
+    from tuneserve.plan.machine import Gpu
+    from tuneserve.quantize.smoke import why_float16
+
+    assert why_float16(config, Gpu("Tesla T4", 1, 1, (), capability)).startswith(why)
+    assert bool(why_float16(config, Gpu("Tesla T4", 1, 1, (), capability))) == bool(why)
+    assert bool(why_float16(config, None)) == (config["dtype"] == "float16")

@@ -103,9 +103,9 @@ def measure(context: StageContext, rows: Rows, chosen: Sequence[int]) -> Found:
 
 
 def _load(name: str, context: StageContext, device: torch.device) -> Any:
-    dtype = hardware.compute_dtype(device)
     folder = context.base if name != "merged" else context.inputs["merged"].path
     assert folder is not None
+    dtype = hardware.model_dtype(device, folder)
     adapter = context.inputs["adapter"].path
     nf4 = name == "adapter" and _trained_on_nf4(adapter, context)
     model = load_base(

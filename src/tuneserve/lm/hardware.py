@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 
 import torch
 
+from tuneserve.checkpoint.basecheck import read_config
 from tuneserve.cpu import has_bf16
-from tuneserve.devices import BF16_CAPABILITY
+from tuneserve.devices import BF16_CAPABILITY, FLOAT32_FAMILIES
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +28,14 @@ def compute_dtype(device: torch.device) -> torch.dtype:
         native = torch.cuda.get_device_capability(device) >= BF16_CAPABILITY
         return torch.bfloat16 if native else torch.float16
     return torch.bfloat16 if has_bf16() else torch.float32
+
+
+def model_dtype(device: torch.device, folder: Path) -> torch.dtype:
+    """`compute_dtype`, and float32 for the model in `folder` where float16 does not hold it."""
+    dtype = compute_dtype(device)
+    if dtype == torch.float16 and read_config(folder).get("model_type") in FLOAT32_FAMILIES:
+        return torch.float32
+    return dtype
 
 
 def adapter_dtype(dtype: torch.dtype) -> torch.dtype:

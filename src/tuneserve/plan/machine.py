@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tuneserve.cpu import has_bf16
+from tuneserve.devices import BF16_CAPABILITY
 from tuneserve.places import run_root
 
 log = logging.getLogger(__name__)
@@ -34,12 +35,20 @@ class GpuProcess:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One card. `free_bytes` is what its driver reports, whoever holds the rest."""
+    """One card. `free_bytes` is what its driver reports, whoever holds the rest; `capability` is
+    its compute capability, None where it is not known.
+    """
 
     name: str
     total_bytes: int
     free_bytes: int
     processes: tuple[GpuProcess, ...] = ()
+    capability: tuple[int, int] | None = None
+
+    @property
+    def has_bf16(self) -> bool:
+        """Whether it multiplies bfloat16; assumed of a card that is not known."""
+        return self.capability is None or self.capability >= BF16_CAPABILITY
 
     @property
     def held_by_us_bytes(self) -> int:
@@ -91,7 +100,7 @@ def look(disk: Path, *, gpu_memory_bytes: int | None = None, gpus: int = 1) -> M
     cards = visible_cards() if gpu_memory_bytes is None else []
     gpu = min(cards[:gpus], key=lambda card: card.free_bytes, default=None)
     if gpu_memory_bytes is not None:
-        name = f"a {gpu_memory_bytes / 2**30:.0f} GiB GPU"
+        name = f"a {gpu_memory_bytes / 2**30:.0f} GiB GPU"  # as new as one with bfloat16
         gpu = Gpu(name, gpu_memory_bytes, gpu_memory_bytes)
     return Machine(
         gpu,
@@ -112,7 +121,7 @@ def first_gpu(environment: Mapping[str, str] = os.environ) -> Gpu | None:
 
 def visible_cards(environment: Mapping[str, str] = os.environ) -> list[Gpu]:
     """The cards that CUDA would show, in its order, by `nvidia-smi`."""
-    rows = _smi("--query-gpu=index,uuid,name,memory.total,memory.free")
+    rows = _smi("--query-gpu=index,uuid,name,memory.total,memory.free,compute_cap")
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         wanted = [name.strip() for name in visible.split(",") if name.strip()]
@@ -121,8 +130,14 @@ def visible_cards(environment: Mapping[str, str] = os.environ) -> list[Gpu]:
         return []
     held = _smi("--query-compute-apps=gpu_uuid,pid,process_name,used_memory")
     return [
-        Gpu(name, _mib(total), _mib(free), tuple(_process(*p) for o, *p in held if o == uuid))
-        for _, uuid, name, total, free in rows
+        Gpu(
+            name,
+            _mib(total),
+            _mib(free),
+            tuple(_process(*p) for o, *p in held if o == uuid),
+            _capability(*rest),
+        )
+        for _, uuid, name, total, free, *rest in rows
     ]
 
 
@@ -134,6 +149,11 @@ def driver_version() -> str | None:
 
 def _process(pid: str, path: str, used: str) -> GpuProcess:
     return GpuProcess(int(pid), Path(path).name or path, _mib(used), _is_ours(int(pid)))
+
+
+def _capability(text: str = "") -> tuple[int, int] | None:
+    major, _, minor = text.partition(".")
+    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
 
 
 def _mib(text: str) -> int:

@@ -42,6 +42,8 @@ class Step:
             or Liger's norms and gate, which measured peers use.
         compiled: Blocks under torch.compile, which keep one hidden state more.
         element_bytes: Of weights and activations: 2, or 4 on a CPU without bf16 instructions.
+        adapter_element_bytes: Of what is trained.
+        half: Products are float16, beside which our adapters are float32 and cast at each product.
         gpus: Processes that share a step, each with `micro_batch` x `accumulation` rows.
         zero: 2 when they share gradients and optimizer state as well.
     """
@@ -67,6 +69,7 @@ class Step:
     gpu: bool = True
     gpus: int = 1
     zero: int = 0
+    half: bool = False
 
     @property
     def tokens(self) -> int:
@@ -124,7 +127,7 @@ def _resident(arch: Arch, step: Step) -> dict[str, float]:
         "weights: embedding and head": arch.embedding_weights * step.element_bytes,
         "weights: norms and biases": arch.other_weights * step.element_bytes,
         "adapters": adapters,
-        "modules trained whole": whole * step.element_bytes,
+        "modules trained whole": whole * step.adapter_element_bytes,
         "optimizer": (trained + whole) * _optimizer_bytes(step) / (step.gpus if step.zero else 1),
         **several.exchange_bytes(step, trained + whole),
     }
@@ -143,10 +146,8 @@ def _optimizer_bytes(step: Step) -> float:
 
 def _transient(arch: Arch, step: Step, constants: Constants) -> dict[str, float]:
     """What comes and goes, at the moment when most of it is alive."""
-    gradient = (
-        lora_weights(step.targets, step.rank, dora=step.dora) * step.adapter_element_bytes
-        + step.element_bytes * step.whole_weights
-    )
+    trained = lora_weights(step.targets, step.rank, dora=step.dora)
+    gradient = step.adapter_element_bytes * (trained + step.whole_weights)
     fused = step.kernels == "fused"
     parts = fusedstep.transient(arch, step, constants) if fused else _plain(arch, step, constants)
     # What gives way to gradients as the way back goes on; not what is in host memory.
@@ -158,6 +159,8 @@ def _transient(arch: Arch, step: Step, constants: Constants) -> dict[str, float]
         parts["gradients"] = gradient
     else:  # gradients grow while activations go; they matter only where there are few of these
         parts["gradients"] = max(0.0, gradient - kept)
+    if step.half and fused:  # every node keeps its factors as it multiplied them
+        parts["adapters in float16"] = step.element_bytes * trained
     if step.dora:  # norm of the merged weight, in float32
         parts["DoRA norms"] = 2 * 4 * max(t.in_features * t.out_features for t in step.targets)
     return parts
@@ -206,6 +209,10 @@ def saved_bytes_per_token(arch: Arch, step: Step) -> int:
     total += one * step.rank * len(targets)
     if step.dropout:  # each adapter has its own: a scaled input and a mask
         total += sum((one + 1) * target.in_features for target in targets.values())
+    if step.half:  # each adapter widens its input for itself, and keeps x A' wide
+        wide = step.adapter_element_bytes - (one if step.dropout else 0)
+        total += sum(wide * target.in_features for target in targets.values())
+        total += (step.adapter_element_bytes - one) * step.rank * len(targets)
     return total
 
 

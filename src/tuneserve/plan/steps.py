@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Literal
 
 from tuneserve.config import RunFile
+from tuneserve.devices import FLOAT32_FAMILIES
 from tuneserve.plan.arch import Arch
 from tuneserve.plan.checks import target_linears
 from tuneserve.plan.constants import Constants
@@ -80,9 +81,20 @@ def trained_step(
     micro_batch: int,
     accumulation: int,
     checkpointing: Checkpointing,
+    capability: tuple[int, int] | None = None,
 ) -> Step:
-    """A step that a GPU has made, as the plan would have it; `longest` is in tokens."""
-    place = Machine(Gpu("", 0, 0), 0, 0, 0, "")
+    """A step that a GPU has made, as the plan would have it.
+
+    Args:
+        run: The run file.
+        arch: The base.
+        longest: Tokens of the longest row.
+        micro_batch: Rows a pass.
+        accumulation: Passes a step.
+        checkpointing: What was recomputed.
+        capability: The GPU's compute capability; None: one with bfloat16.
+    """
+    place = Machine(Gpu("", 0, 0, capability=capability), 0, 0, 0, "")
     step = _whole_step(run, arch, DataShape((longest,) * micro_batch), place)
     return replace(
         step,
@@ -116,11 +128,21 @@ def _largest(
     return None
 
 
+def _element_bytes(arch: Arch, machine: Machine) -> tuple[int, int]:
+    """Of weights and activations, and of what is trained; as `tuneserve.lm.hardware` decides."""
+    if machine.gpu is None:
+        wide = 2 if machine.cpu_bf16 else 4
+        return wide, wide
+    if machine.gpu.has_bf16:
+        return 2, 2
+    return (4, 4) if arch.model_type in FLOAT32_FAMILIES else (2, 4)
+
+
 def _whole_step(run: RunFile, arch: Arch, data: DataShape | None, machine: Machine) -> Step:
     """What the run file and the machine decide; one row a pass."""
     train = run.train
     on_gpu = machine.gpu is not None
-    element = 2 if on_gpu or machine.cpu_bf16 else 4
+    element, trained = _element_bytes(arch, machine)
     batch = min(train.effective_batch, data.rows) if data else train.effective_batch
     batch = max(batch // train.gpus, 1)  # of each GPU
     vocabulary = sum(
@@ -143,7 +165,8 @@ def _whole_step(run: RunFile, arch: Arch, data: DataShape | None, machine: Machi
         whole_weights=vocabulary,
         kernels="fused" if fused and not vocabulary else "plain",
         element_bytes=element,
-        adapter_element_bytes=element,
+        adapter_element_bytes=trained,
+        half=trained > element,
         gpu=on_gpu,
         gpus=train.gpus,
         zero=train.zero,

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from tuneserve.checkpoint.headers import Checkpoint
+from tuneserve.devices import FLOAT32_FAMILIES
 from tuneserve.errors import QuantizeError
+from tuneserve.plan.machine import Gpu, first_gpu
 from tuneserve.quantize.checks import quantized_shapes, read_config
 
 log = logging.getLogger(__name__)
@@ -96,14 +98,24 @@ def smoke_test(
             "quantize.methods",
             details=found,
         )
-    if _served_type(read_config(export)) == "float16" and largest > MAX_FLOAT16:
+    why = why_float16(read_config(export), first_gpu())
+    if why and largest > MAX_FLOAT16:
         raise QuantizeError(
             f"activations reach {largest:.3g}, more than float16 holds ({MAX_FLOAT16:.0f}), and "
-            "config.json says float16",
-            hint="train and merge in bfloat16",
+            f"{why}",
+            hint="train and merge in bfloat16, on a GPU that has it",
             details=found,
         )
     return found
+
+
+def why_float16(config: dict[str, Any], card: Gpu | None) -> str:
+    """Why a server here computes in float16; empty where it does not."""
+    if _served_type(config) == "float16":
+        return "config.json says float16"
+    if card is None or card.has_bf16 or config.get("model_type") in FLOAT32_FAMILIES:
+        return ""
+    return f"{card.name} has no bfloat16, so that vLLM serves in float16"
 
 
 def _served_type(config: dict[str, Any]) -> str:

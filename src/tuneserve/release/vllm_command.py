@@ -102,7 +102,11 @@ def serving_arguments(
     trust_remote_code: bool,
     generation: Path | None = None,
 ) -> list[str]:
-    """The part of the command that decides answers: it goes into the release's key."""
+    """The part of the command that decides answers: it goes into the release's key.
+
+    The type of the products is left to vLLM: on a GPU without bfloat16 it serves such a model in
+    float16, and in float32 the families that float16 does not hold, which `--dtype half` refuses.
+    """
     arguments = [
         "--model",
         str(facts.path),

@@ -124,7 +124,7 @@ class Attempt:
     def _load(self, device: torch.device) -> tuple[Any, torch.dtype]:
         run, base = self.context.run, self.context.base
         assert base is not None
-        dtype = hardware.compute_dtype(device)
+        dtype = hardware.model_dtype(device, base)
         if dtype == torch.float16 and run.train.zero:
             raise RunFileError(
                 f"train.zero: {run.train.zero} on a GPU without bfloat16",
@@ -208,7 +208,7 @@ class Attempt:
                 f"the loss of {len(rows)} of {count} held-out rows is not finite:",
                 [self.held_out.sources[row] for row in rows],
                 expected="a finite loss of every held-out row",
-                half=hardware.compute_dtype(hardware.device()) == torch.float16,
+                half=any(p.dtype == torch.float16 for p in model.parameters()),
             )
         return nats / tokens
 
@@ -288,6 +288,7 @@ class Attempt:
             micro_batch=self.recipe.micro_batch,
             accumulation=self.recipe.accumulation,
             checkpointing=self.checkpointing,  # type: ignore[arg-type]
+            capability=torch.cuda.get_device_capability(),
         )
         return step, config
 
