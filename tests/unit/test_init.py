@@ -291,7 +291,8 @@ def test_several_cards_are_pointed_at(
     assert any("train.gpus: 2" in note for note in made.choice.notes)
     assert made.choice.notes[0].startswith("torch 2.13.0+cpu cannot use the NVIDIA H200: ")
     assert "rm -rf .venv; make venv ACCEL=cuda" in made.choice.notes[0]
-    assert "predicted to take" in made.run_file.read_text()  # the card's rate is known
+    assert "predicted to take about " in made.run_file.read_text()  # the card's rate is known
+    assert any(line.startswith("Time: about ") and " beside train" in line for line in made.found)
 
 
 def test_a_model_too_large_for_the_card_is_refused(tmp_path: Path, no_hub: None) -> None:

@@ -75,9 +75,20 @@ def test_offload_needs_the_host(tmp_path: Path) -> None:
     with pytest.raises(OutOfMemory) as caught:
         refuse(small)
     assert "train needs 9.5 GiB of memory, 9.0 GiB can be had" in caught.value.message
-    assert "set train.micro_batch lower" in caught.value.hint
+    assert "1. " not in caught.value.hint  # nothing that saves the card's memory
+    assert "lower train.micro_batch, or set train.gradient_checkpointing: true" in (
+        caught.value.hint
+    )
     stage = caught.value.details["stages"]["train"]
     assert (stage["host_bytes"], stage["host_available_bytes"]) == (9.5 * GIB, 9 * GIB)
+
+
+def test_a_host_without_room_for_a_process_is_said(tmp_path: Path) -> None:
+    with pytest.raises(OutOfMemory) as caught:
+        refuse(planned(tmp_path, 80, 2))
+    for stage in ("train", "evaluate", "quantize"):
+        assert f"{stage} needs 3.0 GiB of memory, 2.0 GiB can be had" in caught.value.message
+    assert "free memory of the host" in caught.value.hint
 
 
 def test_auto_does_not_offload_to_memory_that_is_not_there(tmp_path: Path) -> None:

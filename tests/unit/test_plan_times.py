@@ -192,6 +192,10 @@ def test_nothing_is_said_where_little_is_known() -> None:
     assert Times({"train": None, "merge": 30.0}).line() == (
         "about 30 s beside train, whose rows are not known yet"
     )
+    assert Times({"train": 3300.0, "merge": 60.0, "quantize": None}).line() == (
+        "about 55 min, of which train 55 min; how long quantize takes was not measured"
+    )
+    assert Times({}).line() == ""
     assert Times({"train": 3300.0, "merge": 900.0}).line() == (
         "in all about 1 h 10 min, of which train 55 min"
     )

@@ -225,7 +225,7 @@ def plan_for(
     steps = _steps(run, data)
     usual = round(sum(data.lengths) / data.rows) if data and data.rows else None
     advice: list[Advice] = []
-    if not stages["train"].fits:
+    if peak.needed_bytes > room.train:
         advice = train_advice(
             arch,
             step,

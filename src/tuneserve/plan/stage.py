@@ -97,8 +97,11 @@ def _hint(plan: Plan, stages: list[str]) -> str:
     gpu = plan.machine.gpu
     if gpu and not plan.advice:
         hints += [f"end {process}, which holds the same card" for process in gpu.foreign]
-    if any("pinned: checkpoints" in stage.host.components for stage in _short_of_memory(plan)):
-        hints.append("set train.micro_batch lower: what offload keeps in memory shrinks with it")
+    beside = _short_of_memory(plan)
+    if any("pinned: checkpoints" in stage.host.components for stage in beside):
+        hints.append("lower train.micro_batch, or set train.gradient_checkpointing: true")
+    elif beside:
+        hints.append("free memory of the host, beside the GPU's")
     if "merge" in stages:
         hints.append("lower merge.max_memory, or free memory")
     if "quantize" in stages:

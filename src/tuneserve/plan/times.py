@@ -64,14 +64,17 @@ class Times:
     def line(self) -> str:
         """The whole run in words; empty where too little is known."""
         unknown = [name for name, seconds in self.stages.items() if seconds is None]
-        if self.total is not None:
-            longest = max(self.stages, key=lambda name: self.stages[name] or 0)
-            took = self.stages[longest] or 0
-            return f"in all about {about(self.total)}, of which {longest} {about(took)}"
+        if not self.stages or len(unknown) > 1:
+            return ""
+        known = {name: seconds for name, seconds in self.stages.items() if seconds is not None}
+        total = about(sum(known.values()))
         if unknown == ["train"]:
-            rest = sum(seconds or 0 for seconds in self.stages.values())
-            return f"about {about(rest)} beside train, whose rows are not known yet"
-        return ""
+            return f"about {total} beside train, whose rows are not known yet"
+        longest = max(known, key=known.__getitem__)
+        most = f"{total}, of which {longest} {about(known[longest])}"
+        if unknown:
+            return f"about {most}; how long {unknown[0]} takes was not measured"
+        return f"in all about {most}"
 
 
 def stage_times(
