@@ -190,11 +190,12 @@ def test_adapters_can_still_be_switched_off() -> None:
 
 
 def test_head_loss_equals_cross_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through parts of 64 rows; the gradient scales with what comes in."""
+    """Through parts of 64 rows, some without a label; the gradient scales with what comes in."""
     monkeypatch.setattr(fused, "_LOGITS_BYTES", 1)
     torch.manual_seed(0)
     hidden = torch.randn(150, 32, requires_grad=True)
     weight, labels = torch.randn(97, 32), torch.randint(0, 97, (150,))
+    labels[torch.tensor([0, 3, 70, 71, 149])] = -100
     theirs = torch.nn.functional.cross_entropy(hidden @ weight.t(), labels, reduction="sum") * 0.5
     (expected,) = torch.autograd.grad(theirs, hidden)
     ours = fused.HeadLoss.apply(hidden, weight, labels) * 0.5
@@ -205,8 +206,8 @@ def test_head_loss_equals_cross_entropy(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_no_supervised_row_is_a_zero_that_goes_back() -> None:
     hidden = torch.randn(4, 8, requires_grad=True)
-    none = torch.zeros(4, dtype=torch.bool)
-    loss = fused.HeadLoss.apply(hidden[none], torch.randn(9, 8), torch.zeros(0, dtype=torch.long))
+    none = torch.full((4,), -100)
+    loss = fused.HeadLoss.apply(hidden, torch.randn(9, 8), none)
     loss.backward()
     assert float(loss.detach()) == 0 and not bool(hidden.grad.count_nonzero())
 

@@ -19,6 +19,7 @@ from tuneserve.lm import elementwise
 from tuneserve.lm.frozen import Weight
 from tuneserve.lm.fused import GatedMlp, Keep, Layer, LoraLinear
 from tuneserve.lm.together import Group, Handed, LoraLinears, can_group
+from tuneserve.lm.walks import shorten_walks
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +83,7 @@ def fuse(model: Any) -> Fused:
     if next(model.parameters()).is_cuda:
         _fuse_norms(model, found)
         _fuse_rotary(model, found)
+    shorten_walks(model)
     log.info("%s", found)
     return found
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tuneserve.lm import elementwise
 from tuneserve.lm.frozen import Weight, borrowed, scales_of
+from tuneserve.lm.rows import IGNORED
 
 # The MLP goes through its inner width in parts whose activations and dequantized weights take about
 # this much, so that neither the width nor the rows decide the peak; narrower parts than _PART_WIDTH
@@ -334,15 +335,18 @@ class _Backward:
 
 
 class HeadLoss(torch.autograd.Function):
-    """Summed loss of rows; logits exist a few rows at a time.
+    """Summed loss of the rows that have a label; logits exist a few rows at a time.
 
     The gradient is computed in the forward pass, while the logits are there, so nothing is
-    multiplied twice; the head itself is frozen.
+    multiplied twice; the head itself is frozen. The CPU waits once, for the number of rows.
     """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        """`hidden`: [rows, size]; `weight`: [vocabulary, size]; `labels`: [rows]."""
+        """`hidden`: [rows, size]; `weight`: [vocabulary, size]; `labels`: [rows], or IGNORED."""
+        at = (labels != IGNORED).nonzero().squeeze(1)
+        ctx.rows = len(hidden)
+        hidden, labels = hidden.index_select(0, at), labels.index_select(0, at)
         rows = max(64, _LOGITS_BYTES // (weight.shape[0] * hidden.element_size()))
         d = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -354,11 +358,12 @@ class HeadLoss(torch.autograd.Function):
             total += elementwise.cross_entropy(logits, labels[begin:end], 1.0).sum()
             if d is not None:
                 torch.mm(logits, weight, out=d[begin:end])
-        ctx.save_for_backward(d)
+        ctx.save_for_backward(d, at)
         return total
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         """The gradient that the forward pass left, times the one that comes in."""
-        (d,) = ctx.saved_tensors
-        return d.mul_(gradients[0].to(d.dtype)), None, None  # read once: no copy
+        d, at = ctx.saved_tensors
+        d.mul_(gradients[0].to(d.dtype))  # read once: no copy
+        return d.new_zeros(ctx.rows, d.shape[1]).index_copy_(0, at, d), None, None

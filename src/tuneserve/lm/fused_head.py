@@ -75,10 +75,10 @@ def add_head_loss(model: Any) -> bool:
     def forward(self: Any, *args: Any, loss_only: bool = False, **kwargs: Any) -> Any:
         if not loss_only:
             return plain(*args, **kwargs)
-        labels = kwargs.pop("labels")[:, 1:]
-        hidden = self.base_model(*args, use_cache=False, **kwargs).last_hidden_state[:, :-1]
-        mask = labels != IGNORED
-        loss = HeadLoss.apply(hidden[mask], head.weight, labels[mask])
+        # A token's label is the next one; the last of a row has none.
+        labels = torch.nn.functional.pad(kwargs.pop("labels")[:, 1:], (0, 1), value=IGNORED)
+        hidden = self.base_model(*args, use_cache=False, **kwargs).last_hidden_state
+        loss = HeadLoss.apply(hidden.flatten(0, 1), head.weight, labels.flatten())
         return CausalLMOutput(loss=loss)
 
     model.forward = types.MethodType(forward, model)
