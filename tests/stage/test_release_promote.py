@@ -240,6 +240,15 @@ def test_a_refused_first_candidate_leaves_nothing(house: House) -> None:
     assert not processes_of(house.folder)
 
 
+def test_a_cap_on_answers_is_named_when_it_cuts(house: House) -> None:
+    with pytest.raises(GateRefused, match="ended by itself within 16 tokens") as caught:
+        release(house.request(behaviour={"never_stop": True}, max_tokens=16))
+    assert caught.value.hint is not None and "serve.max_tokens is 16" in caught.value.hint
+    assert caught.value.details["would_pass"] == ["serve.max_tokens: 64"]
+    (gate,) = caught.value.details["gates"]
+    assert (gate["name"], gate["would_pass"]) == ("answers end", "serve.max_tokens: 64")
+
+
 def test_a_server_that_hangs_is_not_ready(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     """E05: /health is 200 all the time."""
     from tuneserve.release import ready

@@ -111,8 +111,13 @@ def test_tensor_parallel_parts_must_hold_whole_groups() -> None:
 def test_the_export_is_refused_for_the_gpus_that_will_serve_it(tmp_path: Path) -> None:
     model = write_model(tmp_path / "m", llama(), config())
     checks.preflight(model, "gptq", 64, tensor_parallel_size=3)  # 576 / 3 = 3 x 64
-    with pytest.raises(QuantizeError, match="o_proj: 144 input features on each of 4 GPUs"):
-        checks.preflight(model, "gptq", 64, tensor_parallel_size=4)
+    with pytest.raises(QuantizeError, match="o_proj: 144 input features on each of 4 GPUs") as odd:
+        checks.preflight(model, "gptq", 64, tensor_parallel_size=4)  # 144 is no multiple of 32
+    assert odd.value.hint == "set quantize.group_size to -1"
+    assert odd.value.details["fitting_group_sizes"] == [-1]
+    with pytest.raises(QuantizeError, match="do not split evenly over 5 GPUs") as uneven:
+        checks.preflight(model, "gptq", 64, tensor_parallel_size=5)
+    assert uneven.value.hint is not None and "serve.tensor_parallel" in uneven.value.hint
 
 
 @pytest.mark.parametrize(("shape", "bad"), [((48, 64), True), ((64, 48), True), ((64, 32), False)])

@@ -81,3 +81,5 @@ def test_the_gates_say_what_cut(monkeypatch: pytest.MonkeyPatch) -> None:
             ready.check_answers(child, child, "m", [[]], room=room, must_stop=True)
         assert caught.value.hint is not None and hint in caught.value.hint
         assert ("train longer" in caught.value.hint) is (room is not short)
+        settings = ["serve.max_tokens: 80"] if room is short else None
+        assert caught.value.details.get("would_pass") == settings

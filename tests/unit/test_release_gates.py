@@ -350,8 +350,34 @@ def test_answers_are_judged_by_shares() -> None:
     assert [gate.passed for gate in gates] == [True, True, True]
     gates = judge_answers(GatesSection(min_ended=0.9), [good, good, endless])
     assert [g.name for g in gates if not g.passed] == ["answers end"]
-    assert gates[0].would_pass == "gates.min_ended: 0.67" and "on and on" in gates[0].found
+    assert gates[0].would_pass == "gates.min_ended: 0.66" and "on and on" in gates[0].found
     assert judge_answers(GatesSection(), []) == []
+
+
+def test_what_would_pass_passes() -> None:
+    """Also where a share has more than two digits: a third, three eighths, 29 of 100."""
+    good, bad = answer("fine"), Answer("x" * 40, False, ["x"] * 40, [-9.0] * 40)
+    call = StructuredRow("c:1", 0, "json", [1], 8, "{}", True)
+    for count in (1, 2, 3, 6, 7, 8, 11, 16, 100):
+        for wrong in range(1, count + 1):
+            said = [bad] * wrong + [good] * (count - wrong)
+            strict = {"min_ended": 1, "max_looping": 0, "max_gibberish": 0}
+            gates = judge_answers(GatesSection.model_validate(strict), said)
+            lost = judge_structured(
+                GatesSection(),
+                [call] * count,
+                [answer("no")] * wrong + [answer("{}")] * (count - wrong),
+            )
+            assert lost is not None
+            refused = [*gates, lost]
+            assert [gate.passed for gate in refused] == [False] * 4
+            advised = dict(gate.would_pass.removeprefix("gates.").split(": ") for gate in refused)
+            config = GatesSection.model_validate({k: float(v) for k, v in advised.items()})
+            again = judge_structured(
+                config, [call] * count, [answer("no")] * wrong + [answer("{}")] * (count - wrong)
+            )
+            assert again is not None and again.passed, (count, wrong, advised)
+            assert all(gate.passed for gate in judge_answers(config, said)), (count, wrong, advised)
 
 
 def test_structured_answers_must_parse_as_often_as_before() -> None:
@@ -392,11 +418,16 @@ def test_canaries_say_what_they_miss() -> None:
         matches=[r"lamp is \w+\."],
         lacks=["I"],
     )
-    assert judge_canary(canary, "The lamp is amber.").passed
-    gate = judge_canary(canary, "I think red.")
+    assert judge_canary(canary, Answer("The lamp is amber.", True)).passed
+    gate = judge_canary(canary, Answer("I think red.", True))
     assert not gate.passed and gate.name == "canary 'What colour is the lamp?'"
     for part in ("lacks 'amber'", "does not match", "holds 'I'"):
         assert part in gate.found
+    assert "cut" not in gate.found
+    for asked, why in ((None, "256 tokens (its max_tokens)"), (9, "9 tokens, by serve.max_tokens")):
+        cut = judge_canary(canary, Answer("I think", False), asked)
+        assert f"it was cut after {why}" in cut.found
+        assert "cut" not in judge_canary(canary, Answer("The lamp is amber.", False), asked).found
 
 
 def test_canaries_are_checked_with_the_run_file() -> None:

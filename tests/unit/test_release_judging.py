@@ -53,9 +53,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         found["ids"] += prompts
         return [Answer(CALL, True, ["x"], [-0.1]) for _ in prompts]
 
-    def canaries(_: Path, __: str, asked: Any, **___: Any) -> list[str]:
+    def canaries(_: Path, __: str, asked: Any, **___: Any) -> list[Answer]:
         found["canaries"] += asked
-        return ["fine" for _ in asked]
+        return [Answer("fine", True) for _ in asked]
 
     monkeypatch.setattr(behaviour, "ask_ids", ids)
     monkeypatch.setattr(behaviour, "ask_canaries", canaries)

@@ -180,14 +180,18 @@ def preflight(
     problems += kernel_problems(shapes)
     problems += head_problems(checkpoint.tensors, config)
     if problems:
-        fitting = fitting_group_sizes(list(shapes.values()))
-        wrong_group = group_size not in fitting
+        parts = [_part(name, shape, tensor_parallel_size) for name, shape in shapes.items()]
+        whole = [part for part in parts if part is not None]
+        fitting = fitting_group_sizes(whole)
+        hint = "add none to quantize.methods to serve the 16-bit model"
+        if len(whole) < len(parts):
+            hint = "set serve.tensor_parallel to a number that splits every layer evenly"
+        elif group_size not in fitting:
+            hint = f"set quantize.group_size to {fitting[0]}"
         raise QuantizeError(
             f"{model.name} cannot be exported with {method}:\n  " + "\n  ".join(problems),
             expected="layers that vLLM's 4-bit kernels serve",
-            hint=f"set quantize.group_size to {fitting[0]}"
-            if wrong_group
-            else "add none to quantize.methods to serve the 16-bit model",
+            hint=hint,
             details={"problems": problems, "fitting_group_sizes": fitting},
         )
     return checkpoint

@@ -19,7 +19,7 @@ from tuneserve.lm.callforms import Tools
 from tuneserve.lm.structured import Kind, parses
 from tuneserve.progress import Progress
 from tuneserve.release.answer_room import AnswerRoom
-from tuneserve.release.gates import Gate
+from tuneserve.release.decisions import Gate, rounded_down, rounded_up
 from tuneserve.release.unixhttp import ask
 from tuneserve.thresholds import CanarySection, GatesSection
 
@@ -119,29 +119,29 @@ def judge_answers(
     return [
         _share_gate(
             "answers end",
-            ended >= config.min_ended * count,
+            ended / count >= config.min_ended,
             f"{ended} of {count} greedy answers end with a stop token"
             + (f"; one that does not: {_short(last)}" if last else "")
             + (f"; {room.cut}" if room and room.cut and last else ""),
             f"at least {config.min_ended:.0%}",
-            (room.setting if room else "") or f"gates.min_ended: {ended / count:.2g}",
+            (room.setting if room else "") or f"gates.min_ended: {rounded_down(ended / count)}",
         ),
         _share_gate(
             "no loops",
-            len(looping) <= config.max_looping * count,
+            len(looping) / count <= config.max_looping,
             f"{len(looping)} of {count} greedy answers repeat themselves to the end"
             + (f": {_short(looping[0])}" if looping else ""),
             f"at most {config.max_looping:.0%}",
-            f"gates.max_looping: {len(looping) / count:.2g}",
+            f"gates.max_looping: {rounded_up(len(looping) / count)}",
         ),
         _share_gate(
             "no gibberish",
-            len(broken) <= config.max_gibberish * count,
+            len(broken) / count <= config.max_gibberish,
             f"{len(broken)} of {count} greedy answers are no text, or guesses "
             f"(worst {max(answer.nats for answer in answers):.2f} nats a token)"
             + (f": {_short(broken[0])}" if broken else ""),
             f"at most {config.max_gibberish:.0%}, a guess is above {config.max_answer_nats:g} nats",
-            f"gates.max_gibberish: {len(broken) / count:.2g}",
+            f"gates.max_gibberish: {rounded_up(len(broken) / count)}",
         ),
     ]
 
@@ -167,12 +167,19 @@ def judge_structured(
         + (f"; {broke[0][0].source}: {_short(broke[0][1])}" if broke else ""),
         "at least as many as with the merged model"
         + (f", less {config.max_parse_loss:.0%}" if config.max_parse_loss else ""),
-        f"gates.max_parse_loss: {lost:.2g}",
+        f"gates.max_parse_loss: {rounded_up(lost)}",
     )
 
 
-def judge_canary(canary: CanarySection, text: str) -> Gate:
-    """Whether the answer to a known prompt is what was expected."""
+def judge_canary(canary: CanarySection, answer: Answer, asked: int | None = None) -> Gate:
+    """Whether the answer to a known prompt is what was expected.
+
+    Args:
+        canary: What is expected.
+        answer: What was said.
+        asked: Longest answer that the server gave room for, where that is less than the canary's.
+    """
+    text = answer.text
     wrong = [f"lacks {part!r}" for part in canary.contains if part not in text]
     wrong += [f"does not match {p!r}" for p in canary.matches if not re.search(p, text)]
     wrong += [f"holds {part!r}" for part in canary.lacks if part in text]
@@ -180,6 +187,9 @@ def judge_canary(canary: CanarySection, text: str) -> Gate:
     wanted += [f"matches {p!r}" for p in canary.matches]
     wanted += [f"lacks {part!r}" for part in canary.lacks]
     said = f"{text[:120]!r}" + (f": {', '.join(wrong)}" if wrong else "")
+    if wrong and not answer.ended:
+        said += f"; it was cut after {asked or canary.max_tokens} tokens"
+        said += ", by serve.max_tokens or the served length" if asked else " (its max_tokens)"
     return _share_gate(f"canary {canary.label!r}", not wrong, said, ", ".join(wanted), "")
 
 
@@ -232,7 +242,7 @@ def ask_canaries(
     canaries: Sequence[CanarySection],
     *,
     alive: Callable[[], None] = lambda: None,
-) -> list[str]:
+) -> list[Answer]:
     """The greedy answers to the run file's canary prompts, as a chat client gets them.
 
     Raises:
@@ -251,7 +261,8 @@ def ask_canaries(
             "temperature": 0,
         }
         choice = _post(socket_path, "/v1/chat/completions", body, alive)["choices"][0]
-        answers.append(str(choice["message"].get("content") or ""))
+        text = str(choice["message"].get("content") or "")
+        answers.append(Answer(text, choice.get("finish_reason") != "length"))
     return answers
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -113,3 +114,20 @@ class GateReport:
             f"thresholds in gates{changes}",
             details={**self.to_json(), "would_pass": self.would_pass},
         )
+
+
+def rounded_up(value: float) -> str:
+    """Two significant digits, never below the value: advice that passes."""
+    return _two_digits(value, math.ceil)
+
+
+def rounded_down(value: float) -> str:
+    """Two significant digits, never above the value."""
+    return _two_digits(value, math.floor)
+
+
+def _two_digits(value: float, to_whole: Callable[[float], int]) -> str:
+    if value == 0:
+        return "0"
+    digits = 1 - math.floor(math.log10(abs(value)))
+    return f"{to_whole(value * 10**digits) / 10**digits:.6g}"

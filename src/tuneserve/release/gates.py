@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tuneserve.release.bootstrap import Interval, Resampled, Sums
-from tuneserve.release.decisions import Gate, GateReport
+from tuneserve.release.decisions import Gate, GateReport, rounded_up
 from tuneserve.thresholds import GatesSection
 
 MODELS = ("base", "adapter", "merged", "served", "champion")
@@ -129,7 +129,7 @@ def bounded(
     count = interval.conversations
     inside: Callable[[float], bool] = (lambda x: x < limit) if strict else (lambda x: x <= limit)
     needs = interval.high if most is None else most
-    would = f"{setting}: {_rounded_up(needs)}" if setting and math.isfinite(needs) else ""
+    would = f"{setting}: {rounded_up(needs)}" if setting and math.isfinite(needs) else ""
     if not inside(interval.mean):
         return Gate(name, False, found, wanted, "refused", would)
     if count >= config.min_conversations and inside(interval.high):
@@ -332,11 +332,3 @@ def _champion_unknown(config: GatesSection, why: str, wanted: str) -> Gate:
         said = f"{why}; gates.allow_undecided is set"
         return Gate(_CHAMPION, True, said, wanted, "overridden")
     return Gate(_CHAMPION, False, f"undecided: {why}", wanted, "undecided", _WITHOUT_CHAMPION)
-
-
-def _rounded_up(value: float) -> str:
-    """Two significant digits, never below the value."""
-    if value == 0:
-        return "0"
-    digits = 1 - math.floor(math.log10(abs(value)))
-    return f"{math.ceil(value * 10**digits) / 10**digits:.6g}"

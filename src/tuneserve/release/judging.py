@@ -242,12 +242,16 @@ def _behaviour(subject: Subject, skipped: list[str]) -> list[Gate]:
         if gate := behaviour.judge_structured(config, structured, answers):
             gates.append(gate)
     # Half of what the server takes is left for the prompt, of which only the text is known.
-    canaries = [
-        canary.model_copy(update={"max_tokens": min(canary.max_tokens, subject.longest // 2)})
+    most = min(subject.longest // 2, subject.room.served)
+    asked = [
+        canary.model_copy(update={"max_tokens": min(canary.max_tokens, most)})
         for canary in config.canaries
     ]
-    said = behaviour.ask_canaries(subject.socket_path, subject.model, canaries, alive=subject.alive)
-    gates += [behaviour.judge_canary(c, text) for c, text in zip(canaries, said, strict=True)]
+    said = behaviour.ask_canaries(subject.socket_path, subject.model, asked, alive=subject.alive)
+    gates += [
+        behaviour.judge_canary(canary, answer, most if most < canary.max_tokens else None)
+        for canary, answer in zip(config.canaries, said, strict=True)
+    ]
     return gates
 
 

@@ -243,7 +243,8 @@ def _named(
     try:
         yield
     except GateRefused as error:
-        refused = Gate(gate, False, error.message, error.expected, "refused")
+        setting = ", ".join(error.details.get("would_pass", ()))
+        refused = Gate(gate, False, error.message, error.expected, "refused", setting)
         report = GateReport({}, [refused], skipped, facts, rungs=_rungs(candidate, "refused"))
         folder = _write_report(servers, candidate, report, Measured(), arguments)
         error.details |= {**report.to_json(), "report_folder": str(folder)}
