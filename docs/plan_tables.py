@@ -107,6 +107,8 @@ def _exports(plan: Plan, run: RunFile) -> Iterator[Row]:
     for name in ("quantize_h200_gptq.json", "quantize_h200.json"):
         found = _read(name)
         for record in (found or {}).get("runs", [found] if found else []):
+            if "ours" not in record["peaks"]:
+                continue
             layers = record["layers"]
             arch = shortened("Qwen2.5-7B-Instruct", layers)
             section = run.quantize.model_copy(
