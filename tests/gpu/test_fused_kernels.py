@@ -78,3 +78,58 @@ def test_columns_of_a_quantized_weight() -> None:
     for begin, end in ((0, 1024), (1024, 1536), (64, 128)):
         out = torch.empty(200, end - begin, device="cuda", dtype=torch.bfloat16)
         assert torch.equal(weight.columns(begin, end, None, out), whole[:, begin:end])
+
+
+def test_scales_of_several_weights() -> None:
+    """To the bit those of the library, one weight after the other."""
+    bnb = pytest.importorskip("bitsandbytes")
+
+    from tuneserve.lm.frozen import Weight, scales_of
+
+    weights = []
+    for rows in (3584, 512, 512):
+        layer = bnb.nn.Linear4bit(
+            3584, rows, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4"
+        )
+        weights.append(Weight(layer.to(torch.bfloat16).cuda()))
+    assert all(weight._direct is not None and weight._direct.nested for weight in weights)
+    for weight, scales in zip(weights, scales_of(weights), strict=True):
+        state = weight._state
+        theirs = bnb.functional.dequantize_blockwise(state.absmax, state.state2) + state.offset
+        assert torch.equal(scales, theirs.float())
+
+
+@pytest.mark.parametrize("nf4", [False, True])
+def test_queries_keys_and_values_of_one_node(nf4: bool) -> None:
+    """Products and gradients as of float64, no worse than PEFT's modules in bfloat16 may be."""
+    bnb = pytest.importorskip("bitsandbytes")
+
+    from tuneserve.lm.frozen import Weight
+    from tuneserve.lm.fused import Layer
+    from tuneserve.lm.together import Group, LoraLinears
+
+    torch.manual_seed(0)
+    layers, dense, factors = [], [], []
+    for at, rows in enumerate((1024, 256, 256)):
+        kind = bnb.nn.Linear4bit if nf4 else torch.nn.Linear
+        more = dict(compute_dtype=torch.bfloat16, quant_type="nf4") if nf4 else {}
+        layer = kind(1024, rows, bias=at < 2, **more).to(torch.bfloat16).cuda()
+        layers.append(Layer(Weight(layer.requires_grad_(False)), 0.5 + at))
+        dense.append(Weight(layer).dense(torch.empty(rows, 1024, device="cuda").bfloat16()))
+        factors += [torch.randn(16, 1024) * 0.03, torch.randn(rows, 16) * 0.3]
+    factors = [f.bfloat16().cuda().requires_grad_() for f in factors]
+    x = torch.randn(2, 150, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    ours = LoraLinears.apply(x, Group(layers, factors), *factors)
+    ds = [torch.randn_like(out) for out in ours]
+    found = torch.autograd.grad(ours, [x, *factors], ds)
+    wide, *exact = (t.detach().double().requires_grad_() for t in (x, *factors))
+    theirs = []
+    for at, (layer, weight) in enumerate(zip(layers, dense, strict=True)):
+        out = (
+            wide @ weight.double().t()
+            + layer.scale * (wide @ exact[2 * at].t()) @ exact[2 * at + 1].t()
+        )
+        theirs.append(out if layer.weight.bias is None else out + layer.weight.bias.double())
+    expected = torch.autograd.grad(theirs, [wide, *exact], [d.double() for d in ds])
+    for one, other in zip([*ours, *found], [*theirs, *expected], strict=True):
+        assert _error(one, other) < 8e-3

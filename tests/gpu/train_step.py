@@ -126,7 +126,7 @@ def _process_gpu_bytes() -> int | None:
 
 def _instrument(options: argparse.Namespace) -> None:
     """Take turns on the GPU, and profile a step: hooks around the product's own functions."""
-    from tuneserve.train import attempt, offload, trainer
+    from tuneserve.train import attempt, offload, watch
 
     if options.places is not None:
         offload.OFFLOAD_PLACES = options.places
@@ -142,7 +142,7 @@ def _instrument(options: argparse.Namespace) -> None:
         import torch
 
         profiler = torch.profiler.profile()
-        begin, end = trainer.Watch.on_step_begin, trainer.Watch.on_step_end
+        begin, end = watch.Watch.on_step_begin, watch.Watch.on_step_end
 
         def on_step_begin(self: Any, args: Any, state: Any, control: Any, **more: Any) -> None:
             if state.global_step == options.steps - 1:
@@ -159,7 +159,7 @@ def _instrument(options: argparse.Namespace) -> None:
                 text += averages.table(sort_by="self_cpu_time_total", row_limit=25)
                 options.profile.write_text(text, encoding="utf-8")
 
-        trainer.Watch.on_step_begin, trainer.Watch.on_step_end = on_step_begin, on_step_end
+        watch.Watch.on_step_begin, watch.Watch.on_step_end = on_step_begin, on_step_end
 
 
 _LOCK: list[Any] = []

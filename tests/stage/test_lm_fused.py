@@ -245,12 +245,14 @@ for module in (kernels, elementwise):
     module.silu_mul_backward(gradient, *halves, (into[:, :1500], into[:, 1500:]), keep_product=True)
     results += [into, gradient]
 errors |= {"back": results[0] - results[2], "product": results[1] - results[3]}
-x, angles = torch.randn(2, 7, 3, 8).transpose(1, 2), torch.rand(2, 7, 4).repeat(1, 1, 2)
+packed, angles = torch.randn(2, 7, 20, 8), torch.rand(2, 7, 4).repeat(1, 1, 2)
+q, k = packed[:, :, :18].transpose(1, 2), packed[:, :, 18:].transpose(1, 2)
 cos, sin = angles.cos(), angles.sin()
-turned = torch.cat((-x[..., 4:], x[..., :4]), -1)
-out = kernels.rotate(x, cos, sin, 1.0)
-errors |= {"rotary": out - (x * cos[:, None] + turned * sin[:, None]),
-           "rotary back": kernels.rotate(out, cos, sin, -1.0) - x}
+out = kernels.rotate(q, k, cos, sin, 1.0)
+back = kernels.rotate(*out, cos, sin, -1.0)
+for name, x, turned, again in zip("qk", (q, k), out, back):
+    expected = torch.cat((-x[..., 4:], x[..., :4]), -1) * sin[:, None] + x * cos[:, None]
+    errors |= {"rotary " + name: turned - expected, "rotary back " + name: again - x}
 z, labels = torch.randn(6, 9000), torch.randint(0, 9000, (6,))
 one, other = z.clone(), z.clone()
 ours = kernels.cross_entropy(one, labels, 0.3)
@@ -280,4 +282,4 @@ def test_triton_kernels_in_the_interpreter() -> None:
         check=True,
     )
     errors = json.loads(done.stdout.rpartition("ERRORS")[2])
-    assert len(errors) == 8 and all(error < 5e-6 for error in errors.values()), errors
+    assert len(errors) == 10 and all(error < 5e-6 for error in errors.values()), errors

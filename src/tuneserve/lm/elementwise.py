@@ -91,16 +91,15 @@ class _Rotate(torch.autograd.Function):
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.save_for_backward(cos, sin)
-        rotate = _kernels().rotate
-        return rotate(q, cos, sin, 1.0), rotate(k, cos, sin, 1.0)
+        # All blocks share the angles: nothing that a checkpoint must hold and recompute for each.
+        ctx.angles = (cos, sin)
+        rotated: tuple[torch.Tensor, torch.Tensor] = _kernels().rotate(q, k, cos, sin, 1.0)
+        return rotated
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        rotate = _kernels().rotate
         whole = (d if d.stride(-1) == 1 else d.contiguous() for d in gradients)
-        return *(rotate(d, cos, sin, -1.0) for d in whole), None, None
+        return *_kernels().rotate(*whole, *ctx.angles, -1.0), None, None
 
 
 def rotary(

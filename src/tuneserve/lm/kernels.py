@@ -64,18 +64,27 @@ def _silu_mul_backward(
 
 @triton.jit
 def _rotate(
-    x_ptr,
-    out_ptr,
+    q_ptr,
+    k_ptr,
+    q_out_ptr,
+    k_out_ptr,
     cos_ptr,
     sin_ptr,
-    heads,
     length,
-    x_batch,
-    x_head,
-    x_token,
-    out_batch,
-    out_head,
-    out_token,
+    q_heads,
+    k_heads,
+    q_batch,
+    q_head,
+    q_token,
+    k_batch,
+    k_head,
+    k_token,
+    q_out_batch,
+    q_out_head,
+    q_out_token,
+    k_out_batch,
+    k_out_head,
+    k_out_token,
     angle_batch,
     angle_token,
     sign,
@@ -85,23 +94,69 @@ def _rotate(
     token = tl.program_id(0).to(tl.int64)
     batch = token // length
     token = token % length
-    at = tl.arange(0, HALF)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    angles = batch * angle_batch + token * angle_token + at
+    angles = batch * angle_batch + token * angle_token + tl.arange(0, HALF)
     cos1 = tl.load(cos_ptr + angles).to(tl.float32)[None, :]
     cos2 = tl.load(cos_ptr + angles + HALF).to(tl.float32)[None, :]
     sin1 = tl.load(sin_ptr + angles).to(tl.float32)[None, :] * sign
     sin2 = tl.load(sin_ptr + angles + HALF).to(tl.float32)[None, :] * sign
-    inside = (head < heads)[:, None]
-    x_at = x_ptr + batch * x_batch + token * x_token + head[:, None] * x_head + at[None, :]
-    out_at = (
-        out_ptr + batch * out_batch + token * out_token + head[:, None] * out_head + at[None, :]
-    )
-    x1 = tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
-    x2 = tl.load(x_at + HALF, mask=inside, other=0.0).to(tl.float32)
+    q_parts = tl.cdiv(q_heads, HEADS)
+    part = tl.program_id(1)
+    if part < q_parts:
+        _rotate_heads(
+            q_ptr + batch * q_batch + token * q_token,
+            q_out_ptr + batch * q_out_batch + token * q_out_token,
+            q_head,
+            q_out_head,
+            part * HEADS,
+            q_heads,
+            cos1,
+            cos2,
+            sin1,
+            sin2,
+            HALF,
+            HEADS,
+        )
+    else:
+        _rotate_heads(
+            k_ptr + batch * k_batch + token * k_token,
+            k_out_ptr + batch * k_out_batch + token * k_out_token,
+            k_head,
+            k_out_head,
+            (part - q_parts) * HEADS,
+            k_heads,
+            cos1,
+            cos2,
+            sin1,
+            sin2,
+            HALF,
+            HEADS,
+        )
+
+
+@triton.jit
+def _rotate_heads(
+    x_ptr,
+    out_ptr,
+    x_head,
+    out_head,
+    first,
+    heads,
+    cos1,
+    cos2,
+    sin1,
+    sin2,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    at = tl.arange(0, HALF)[None, :]
+    head = (first + tl.arange(0, HEADS))[:, None]
+    inside = head < heads
+    x1 = tl.load(x_ptr + head * x_head + at, mask=inside, other=0.0).to(tl.float32)
+    x2 = tl.load(x_ptr + head * x_head + at + HALF, mask=inside, other=0.0).to(tl.float32)
     kind = out_ptr.dtype.element_ty
-    tl.store(out_at, (x1 * cos1 - x2 * sin1).to(kind), mask=inside)
-    tl.store(out_at + HALF, (x2 * cos2 + x1 * sin2).to(kind), mask=inside)
+    to = out_ptr + head * out_head + at
+    tl.store(to, (x1 * cos1 - x2 * sin1).to(kind), mask=inside)
+    tl.store(to + HALF, (x2 * cos2 + x1 * sin2).to(kind), mask=inside)
 
 
 @triton.jit
@@ -181,23 +236,28 @@ def silu_mul_backward(
     )
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: float) -> torch.Tensor:
-    """Rotary embedding of [batch, heads, tokens, size]; `cos`, `sin`: [batch or 1, tokens, size].
+def rotate(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotary embedding of [batch, heads, tokens, size], in one launch.
 
-    `sign` -1 turns back, which is the gradient. The last dimension must be contiguous.
+    `cos`, `sin`: [batch or 1, tokens, size]. `sign` -1 turns back, which is the gradient. The last
+    dimension must be contiguous; `q` and `k` may differ in heads alone.
     """
-    batch, heads, length, size = x.shape
-    out = torch.empty_like(x)
-    many = min(triton.next_power_of_2(heads), 16)
-    _rotate[batch * length, triton.cdiv(heads, many)](
-        x,
-        out,
+    batch, q_heads, length, size = q.shape
+    k_heads = k.shape[1]
+    out = torch.empty_like(q), torch.empty_like(k)
+    many = min(triton.next_power_of_2(max(q_heads, k_heads)), 16)
+    _rotate[batch * length, triton.cdiv(q_heads, many) + triton.cdiv(k_heads, many)](
+        q,
+        k,
+        *out,
         cos,
         sin,
-        heads,
         length,
-        *x.stride()[:3],
-        *out.stride()[:3],
+        q_heads,
+        k_heads,
+        *(step for x in (q, k, *out) for step in x.stride()[:3]),
         cos.stride(0) if cos.shape[0] > 1 else 0,
         cos.stride(1),
         sign,
