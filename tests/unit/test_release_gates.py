@@ -480,3 +480,5 @@ def test_the_report_has_pictures_and_all_rungs(tmp_path: Path) -> None:
 def test_an_empty_report_is_readable() -> None:
     text = markdown("Release r1", GateReport({}, [Gate("parity", False, "x", "y", "refused")]))
     assert "**Refused** by 1 of 1 gates: parity." in text
+    call = Gate("a", True, "'<tool_call> a|b'", "y")
+    assert r"| a | passed | '\<tool_call> a\|b' | y |" in markdown("r", GateReport({}, [call]))

@@ -124,7 +124,8 @@ def judge_answers(
             + (f"; one that does not: {_short(last)}" if last else "")
             + (f"; {room.cut}" if room and room.cut and last else ""),
             f"at least {config.min_ended:.0%}",
-            (room.setting if room else "") or f"gates.min_ended: {rounded_down(ended / count)}",
+            f"gates.min_ended: {rounded_down(ended / count)}"
+            + (f", or perhaps {room.setting}" if room and room.setting else ""),
         ),
         _share_gate(
             "no loops",

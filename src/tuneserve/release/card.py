@@ -10,7 +10,14 @@ from typing import Any
 
 from tuneserve.artifacts import MANIFEST
 from tuneserve.checkpoint.licence import Licence, base_licence
-from tuneserve.release.gate_report import KL_PLOT, LOSS_PLOT, MODULES_PLOT, loss_table, verdict
+from tuneserve.release.gate_report import (
+    KL_PLOT,
+    LOSS_PLOT,
+    MODULES_PLOT,
+    escaped,
+    loss_table,
+    verdict,
+)
 from tuneserve.release.gates import GateReport
 
 CARD_NAME = "README.md"
@@ -73,7 +80,9 @@ def card(
     lines.append(f"| served weights | {_weights(facts.model)} |")
     lines += ["", "## Measured on held-out rows", "", *loss_table(report)]
     for gate in report.gates:
-        lines.append(f"- {gate.name}: {gate.found}" + ("" if gate.passed else " (refused)"))
+        lines.append(
+            f"- {escaped(gate.name)}: {escaped(gate.found)}" + ("" if gate.passed else " (refused)")
+        )
     lines.append("")
     for name in pictures:
         lines += [f"![{name.removesuffix('.png')}]({name})", ""]

@@ -67,8 +67,8 @@ def markdown(title: str, report: GateReport, pictures: Sequence[tuple[str, str]]
     if report.gates:
         lines += ["| gate | decision | found | wanted |", "|---|---|---|---|"]
         lines += [
-            f"| {_cell(gate.name)} | {_SHOWN_AS[gate.decision]} | {_cell(gate.found)} "
-            f"| {_cell(gate.wanted)} |"
+            f"| {escaped(gate.name)} | {_SHOWN_AS[gate.decision]} | {escaped(gate.found)} "
+            f"| {escaped(gate.wanted)} |"
             for gate in report.gates
         ]
         lines.append("")
@@ -82,7 +82,7 @@ def markdown(title: str, report: GateReport, pictures: Sequence[tuple[str, str]]
         columns = ("method", "decision", "reason", "would_pass")
         lines += ["| export | decision | why | would have passed with |", "|---|---|---|---|"]
         lines += [
-            f"| {' | '.join(_cell(rung.get(name, '')) for name in columns)} |"
+            f"| {' | '.join(escaped(rung.get(name, '')) for name in columns)} |"
             for rung in report.rungs
         ]
         lines.append("")
@@ -156,9 +156,9 @@ def draw_divergence(path: Path, measured: Measured) -> None:
     _save(figure, path)
 
 
-def _cell(text: str) -> str:
-    """Text that stays inside its cell."""
-    return text.replace("|", "\\|").replace("\n", " ")
+def escaped(text: str) -> str:
+    """Text that stays inside its cell or line, and whose tags are seen."""
+    return text.replace("|", "\\|").replace("<", "\\<").replace("\n", " ")
 
 
 def _figure(height: float = 3.6) -> tuple[Any, Any]:

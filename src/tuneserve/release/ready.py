@@ -200,7 +200,7 @@ def check_answers(
             hint=room.cut
             or "the model did not learn to end its turn: train longer, and check that end tokens "
             "are supervised in the validation report",
-            details={"would_pass": [room.setting]} if room.setting else {},
+            details={"would_pass": [f"perhaps {room.setting}"]} if room.setting else {},
         )
     log.warning("no answer ended by itself within %d tokens", room.asked)
     return sample
