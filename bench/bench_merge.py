@@ -9,6 +9,7 @@ warm one.
     python bench/bench_merge.py                   8.2 GB as one file and with one 5 GB shard, cold
                                                   and warm, in a cgroup of 1 GiB, and PEFT's merge
                                                   where memory allows
+    python bench/bench_merge.py --record FILE     the same, written to another file than merge.json
     python bench/bench_merge.py --layers 32       a 16 GB model (7B-shaped) instead; also --quick
 """
 
@@ -288,6 +289,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="under two minutes, writes nothing")
     parser.add_argument("--layers", type=int, help="14 (default): 8.2 GB; 32: 16 GB; quick: 9")
     parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--record", type=Path, default=RESULT, help="file for the figures")
     parser.add_argument("--place", type=Path, help="folder on the disk to measure")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-merge-", dir=options.place) as folder:
@@ -305,8 +307,8 @@ def main() -> None:
         "peft": version("peft"),
     }
     if not options.quick:
-        RESULT.parent.mkdir(exist_ok=True)
-        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+        options.record.parent.mkdir(exist_ok=True)
+        options.record.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
 
 
