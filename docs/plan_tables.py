@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,11 @@ from walkthrough_tables import H200_BYTES, RUNS, gib, laps_of, planned, served, 
 from tuneserve.config import RunFile
 from tuneserve.plan.build import Plan
 from tuneserve.plan.constants import Constants
-from tuneserve.plan.later import evaluate_peak, quantize_peak
+from tuneserve.plan.later import quantize_peak
 from tuneserve.plan.speed import rate
 from tuneserve.plan.times import (
     about,
     copying_seconds,
-    evaluate_seconds,
     quantize_seconds,
     serve_seconds,
 )
@@ -36,8 +34,7 @@ def stages() -> str:
     """Memory without the CUDA context, as torch reserves it; seconds of the whole stage."""
     plan = planned(RUNS / "gpu-24gb.yaml", 140)
     run = load_run_file(RUNS / "gpu-24gb.yaml")
-    rows = [*_merges(), *_evaluations(plan), *_exports(plan, run), *_servers(plan, run)]
-    rows += _whole_run()
+    rows = [*_merges(), *_exports(plan, run), *_servers(plan, run)]
     lines = [
         "| stage | memory, planned | measured | time, planned | measured | source |",
         "|---|---|---|---|---|---|",
@@ -47,7 +44,35 @@ def stages() -> str:
     return "\n".join(lines) + "\n"
 
 
-PLAN_BLOCKS = {"stages": stages}
+def accuracy() -> str:
+    """The plan's errors on the points that constants were fitted on, and on the others."""
+    found = _read("plan.json")
+    assert found is not None
+    lines = ["| reserved memory | points | mean error | worst |", "|---|---|---|---|"]
+    for name, what in (
+        ("fitted", "Qwen2-7B, fitted"),
+        ("held_out", "held out: Llama-3-8B, a 1B model with tied embeddings, a whole run of a 7B"),
+    ):
+        part = found[name]
+        lines.append(f"| {what} | {part['points']} | {part['mape']:.1%} | {part['worst']:.1%} |")
+    return "\n".join(lines).replace("%", " %") + "\n"
+
+
+def points() -> str:
+    """Every point, planned and measured; a star where today's code holds less than was measured."""
+    planned, measured = _read("plan.json"), _read("h200_plan_points.json")
+    assert planned is not None and measured is not None
+    lines = ["| setting | planned | measured |", "|---|---|---|"]
+    for row, point in zip(planned["rows"], measured["points"], strict=True):
+        star = " (*)" if point.get("beyond_bytes") else ""
+        lines.append(
+            f"| {row['setting']}{star} | {row['predicted_gib']:.2f} GiB | "
+            f"{row['measured_gib']:.2f} GiB |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+PLAN_BLOCKS = {"accuracy": accuracy, "points": points, "stages": stages}
 
 
 def _read(name: str) -> dict[str, Any] | None:
@@ -79,36 +104,11 @@ def _merges() -> Iterator[Row]:
         )
 
 
-def _evaluations(plan: Plan) -> Iterator[Row]:
-    """A record is one evaluation of the 7B shape: `rows` of `row_tokens` tokens, `peak_gpu_bytes`,
-    and `seconds` of the whole stage or `laps_seconds` of its parts."""
-    name = "evaluate_h200.json"
-    found = _read(name)
-    if found is None:
-        return
-    rows, length = found.get("rows", 16), found.get("row_tokens", 2048)
-    step = replace(plan.step, length=length)
-    planned_bytes = evaluate_peak(plan.arch, step).total_bytes - Constants().cuda_context_bytes
-    seconds = evaluate_seconds(plan.arch, step, rate(step, "H200"), rows * length)
-    took = found.get("seconds") or sum(found.get("laps_seconds", {}).values())
-    peak = found.get("peak_gpu_bytes")
-    yield (
-        f"evaluate a 7B, {rows} x {length} tokens",
-        gib(planned_bytes),
-        gib(peak) if peak else "-",
-        about(seconds or 0),
-        f"{took:.0f} s" if took else "-",
-        name,
-    )
-
-
 def _exports(plan: Plan, run: RunFile) -> Iterator[Row]:
-    """Records of `bench/bench_quantize.py`: one, or several under `runs`."""
-    for name in ("quantize_h200_gptq.json", "quantize_h200.json"):
-        found = _read(name)
-        for record in (found or {}).get("runs", [found] if found else []):
-            if "ours" not in record["peaks"]:
-                continue
+    """Records of `bench/bench_quantize.py`."""
+    for name in ("quantize_h200_gptq.json", "quantize_h200_awq.json"):
+        record = _read(name)
+        if record is not None and "ours" in record["peaks"]:
             layers = record["layers"]
             arch = shortened("Qwen2.5-7B-Instruct", layers)
             section = run.quantize.model_copy(
@@ -133,26 +133,6 @@ def _exports(plan: Plan, run: RunFile) -> Iterator[Row]:
                 f"{sum(laps_of(ours['laps']).values()):.0f} s",
                 name,
             )
-
-
-def _whole_run() -> Iterator[Row]:
-    """A record of `bench/bench_run.py`: what the plan said then, and the card's own memory."""
-    name = "run_h200.json"
-    found = _read(name)
-    for stage, entry in (found or {}).get("stages", {}).items():
-        planned_then = entry.get("planned")
-        if not planned_then or entry.get("seconds") is None:
-            continue
-        peak, seconds = entry.get("device_peak_bytes"), planned_then.get("seconds")
-        in_ram = planned_then["device"] == "RAM"
-        yield (
-            f"a whole run: {stage}",
-            gib(planned_then["peak_bytes"]) + (" of RAM" if in_ram else " with the context"),
-            gib(peak) if peak and not in_ram else "-",
-            about(seconds) if seconds else "-",
-            f"{entry['seconds']:.0f} s",
-            name,
-        )
 
 
 def _servers(plan: Plan, run: RunFile) -> Iterator[Row]:

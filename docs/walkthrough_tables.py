@@ -12,8 +12,8 @@ from typing import Any
 from tuneserve.plan.arch import Arch, arch_from_config
 from tuneserve.plan.build import Plan, plan_for
 from tuneserve.plan.constants import Constants, for_card
-from tuneserve.plan.later import quantize_peak
 from tuneserve.plan.machine import Gpu, Machine
+from tuneserve.plan.times import about
 from tuneserve.runfile import load_run_file
 
 HERE = Path(__file__).parent
@@ -52,86 +52,53 @@ def _plan_table() -> str:
 
 
 def _stages() -> str:
-    """Each stage as it was measured, with the plan's figure for the same setting beside it."""
-    plan = planned(RUNS / "gpu-24gb.yaml", 24)
-    context = Constants().cuda_context_bytes
-    few = load_run_file(RUNS / "gpu-24gb.yaml")
-    few = few.model_copy(
-        update={"quantize": few.quantize.model_copy(update={"calibration_rows": 32})}
-    )
-    known = {row["setting"]: row for row in _result("plan.json")["rows"]}
-    step = known["qwen2-7b nf4 r64 q k v o, 2 x 2048, checkpointing"]
-    timed = next(
-        point
-        for point in _result("h200_plan_points.json")["points"]
-        if (point["shape"], point["method"], point["checkpointing"])
-        == ("qwen2-7b", "qlora", "true")
-        and "seconds_per_step" in point
-    )
-    gate = _result("validate.json")["memory"][0]
-    merge, serve = _result("merge_h200_host.json"), _result("serve_h200.json")["models"]
-    quantize = _result("quantize_h200_gptq.json")
-    sides = [quantize["peaks"][name] for name in ("ours", "bare")]
-    laps = [laps_of(side["laps"])["quantizing"] for side in sides]
-    evaluate = plan.stages["evaluate"].peak.needed_bytes - context
-    arch = shortened("Qwen2.5-7B-Instruct", quantize["layers"])
-    bare = quantize_peak(arch, few, gpu=True).needed_bytes - context
-    export = quantize_peak(arch, few, gpu=True, room_bytes=H200_BYTES).needed_bytes - context
-    rows = [
-        (
-            f"validate: {gate['rows']:,} rows of {gate['tokens'] / gate['rows']:.0f} tokens, "
-            "SmolLM2's tokenizer, 2 cores",
-            "-",
-            f"{gib(gate['peak_rss_bytes'])} of RAM",
-            f"{gate['row_seconds']:.0f} s: {gate['rows'] / gate['row_seconds']:,.0f} rows/s",
-            "validate.json",
-        ),
-        (
-            "train: NF4, r=64 on q, k, v, o, 2 x 2048 tokens, checkpointing",
-            f"{step['predicted_gib']:.1f} GiB",
-            gib(timed["peak_reserved_bytes"]),
-            f"{timed['seconds_per_step']:.3f} s a step",
-            "h200_plan_points.json",
-        ),
-        (
-            f"merge: {merge['checkpoint_bytes'] / 1e9:.1f} GB",
-            "at most 700 MiB of RAM",
-            f"{merge['peak_rss_bytes'] / 2**20:.0f} MiB of RAM",
-            f"{merge['merge_seconds']:.0f} s",
-            "merge_h200_host.json",
-        ),
-        (
-            "evaluate: 16 x 2048 tokens in 16 bits",
-            gib(evaluate),
-            "16.1 GiB",
-            "10 s to load, 6 s to score, 3 s for the losses",
-            "",
-        ),
-        (
-            f"quantize: GPTQ of {quantize['layers']} layers, {quantize['rows']} rows of "
-            f"{quantize['max_tokens']} tokens",
-            f"{gib(bare)} bare, {gib(export)} ours",
-            f"{gib(sides[1]['peak_gpu_bytes'])} bare, {gib(sides[0]['peak_gpu_bytes'])} ours",
-            f"{laps[1]:.0f} s bare (kernels compiled), {laps[0]:.0f} s ours",
-            "quantize_h200_gptq.json",
-        ),
-        (
-            "serve: 16 bits and 4 bits beside one another",
-            gib(served(serve)),
-            gib(serve[0]["device_used_bytes"]) + " of the card",
-            " and ".join(f"{model['seconds_to_first_answer']:.0f}" for model in serve)
-            + " s to the first answer",
-            "serve_h200.json",
-        ),
+    """A whole run, stage by stage, with what the plan had said before it."""
+    whole = _result("run_h200.json")
+    found = whole["stages"]
+    done = {name: found[name]["runs"][0]["metrics"] for name in found if "runs" in found[name]}
+    gate, step, merge = done["validate"], done["train"], done["merge"]
+    scored, export = done["evaluate"], done["quantize"]
+    said = {
+        "validate": f"{gate['rows_read']} conversations, {gate['total_tokens']:,} tokens",
+        "train": f"{step['steps']} steps of {step['micro_batch']} rows of up to "
+        f"{gate['longest_tokens']:,} tokens, {step['seconds_per_step']:.2f} s each",
+        "merge": f"{merge['bytes_written'] / 1e9:.1f} GB",
+        "evaluate": f"{scored['rows']} rows, {gate['eval_tokens']:,} tokens, four models",
+        "quantize": f"GPTQ, {export['calibration_rows']} rows, "
+        f"{export['calibration_tokens']:,} tokens",
+        "release": "until the server is up",
+    }
+    lines = [
+        "| stage | memory, planned | measured | time, planned | measured |",
+        "|---|---|---|---|---|",
     ]
-    lines = ["| stage | predicted | measured | seconds | source |", "|---|---|---|---|---|"]
-    for *cells, name in rows:
-        source = (
-            f"[{name}](../bench/results/{name})" if name else "[notes](../bench/NOTES.md), once"
-        )
-        lines.append(f"| {' | '.join(cells)} | {source} |")
-    note = "GPU memory is what torch reserves, without the CUDA context; the card's own for serve."
-    return "\n".join([*lines, "", note]) + "\n"
+    for name, what in said.items():
+        entry, plan = found[name], found[name].get("planned")
+        if name == "release":  # not alone on the card, and refused
+            measured, seconds = "-", whole["seconds_to_ready"]
+        else:
+            seconds = entry["runs"][0]["seconds"]
+            peak, resident = entry["device_peak_bytes"], done[name]["peak_rss_bytes"]
+            measured = gib(peak) if peak else f"{resident / 2**20:.0f} MiB of RAM"
+        guess = "-"
+        if plan:
+            small = f"{plan['peak_bytes'] / 2**20:.0f} MiB of RAM"
+            guess = small if plan["device"] == "RAM" else gib(plan["peak_bytes"])
+        time = about(plan["seconds"]) if plan and plan.get("seconds") else "-"
+        lines.append(f"| {name}: {what} | {guess} | {measured} | {time} | {seconds:.0f} s |")
+    return "\n".join(lines) + "\n"
+
+
+def _evaluate() -> str:
+    """Where the evaluation of the whole run spent its time."""
+    metrics = _result("run_h200.json")["stages"]["evaluate"]["runs"][0]["metrics"]
+    lines = ["| part | seconds |", "|---|---|"]
+    lines += [
+        f"| {name} | {seconds:.1f} |"
+        for name, seconds in sorted(metrics["laps_seconds"].items(), key=lambda lap: -lap[1])
+        if seconds >= 0.1
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def gib(count: float) -> str:
@@ -197,27 +164,42 @@ def _result(name: str) -> dict[str, Any]:
 
 
 def _quantize() -> str:
-    """Steps of a GPTQ export of some layers of the 7B shape, beside bare GPTQModel's."""
-    found = _result("quantize_h200_gptq.json")
-    sides = {name: laps_of(found["peaks"][name]["laps"]) for name in ("ours", "bare")}
-    shared = list(sides["bare"])
-    around = {name: sum(t for n, t in laps.items() if n not in shared)
-              for name, laps in sides.items()}  # fmt: skip
-    lines = [f"| GPTQ of {found['layers']} of the 28 layers | tuneserve | bare |", "|---|---|---|"]
-    for name in shared:
-        lines.append(f"| {name} | {sides['ours'][name]:.1f} s | {sides['bare'][name]:.1f} s |")
-    lines.append(f"| checks, comparison of losses, records | {around['ours']:.1f} s | - |")
-    ours, bare = (f"{found['peaks'][n]['peak_gpu_bytes'] / 2**30:.1f} GiB" for n in sides)
-    lines.append(f"| GPU memory, peak | {ours} | {bare} |")
+    """Steps of exports of the 7B shape, or of some of its layers, beside bare GPTQModel's."""
+    steps = ("imports", "loading", "quantizing", "saving")
+    lines = [
+        f"| | {' | '.join(steps)} | checks, losses, records | GPU memory |",
+        "|---|" + "---|" * 6,
+    ]
+    whole = _result("run_h200.json")["stages"]["quantize"]["runs"][0]["metrics"]
+    lines.append(
+        _export_line(
+            "GPTQ, 28 layers, the run above", whole["laps_seconds"], whole["peak_gpu_bytes"]
+        )
+    )
+    for name in ("gptq", "awq"):
+        found = _result(f"quantize_h200_{name}.json")
+        for side, who in (("ours", "tuneserve"), ("bare", "bare GPTQModel")):
+            peaks = found["peaks"][side]
+            size = f"{found['layers']} layers, {found['rows']} rows of {found['max_tokens']}"
+            title = f"{name.upper()}, {size}, {who}"
+            lines.append(_export_line(title, laps_of(peaks["laps"]), peaks["peak_gpu_bytes"]))
     return "\n".join(lines) + "\n"
+
+
+def _export_line(title: str, laps: dict[str, float], peak_bytes: int) -> str:
+    """Imports and the look at the 16-bit weights beside them are one step."""
+    imports = next(taken for step, taken in laps.items() if step.startswith("imports"))
+    shared = [laps[step] for step in ("loading", "quantizing", "saving")]
+    around = sum(laps.values()) - imports - sum(shared)
+    cells = [f"{taken:.1f} s" for taken in (imports, *shared)]
+    cells.append(f"{around:.1f} s" if around >= 0.05 else "-")
+    return f"| {title} | {' | '.join(cells)} | {gib(peak_bytes)} |"
 
 
 def laps_of(text: str) -> dict[str, float]:
     """Seconds by step of ``loading 0.2 s, quantizing 1 min 04 s``."""
     found = {}
-    for part in text.split(", "):
-        match = re.fullmatch(r"(.*?) (?:(\d+) min )?([\d.]+) s", part)
-        assert match is not None, part
+    for match in re.finditer(r"(.+?) (?:(\d+) min )?([\d.]+) s(?:, |$)", text):
         found[match[1]] = 60 * int(match[2] or 0) + float(match[3])
     return found
 
@@ -247,6 +229,7 @@ BLOCKS = {
     "stages": _stages,
     "train": _train_table,
     "merge": _merge,
+    "evaluate": _evaluate,
     "quantize": _quantize,
     "serve": _serve,
 }

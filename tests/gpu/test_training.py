@@ -72,10 +72,10 @@ def test_memory_that_runs_out_is_explained_and_tried_smaller(tmp_path: Path) -> 
     train = {"effective_batch": 16, "gradient_checkpointing": False, "method": "lora"}
     peaks = {}
     for rows in (1, 16):
-        context = context_of(tmp_path, {**train, "max_steps": 2}, length=1024)
+        context = context_of(tmp_path, {**train, "max_steps": 2}, length=8192)
         context.hints["micro_batch"] = rows
         peaks[rows] = run(context)["peak_gpu_bytes"]
-    context = context_of(tmp_path, {**train, "max_steps": 2}, length=1024)
+    context = context_of(tmp_path, {**train, "max_steps": 2}, length=8192)
     context.hints["micro_batch"] = 16
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.empty_cache()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -89,6 +90,33 @@ def test_nf4_in_many_tiles_equals_nf4_of_the_whole(
     merge_adapter(base, adapter, tmp_path / "tiles", base_weights="nf4", sample=False)
     name = "model.safetensors"
     assert (tmp_path / "tiles" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+def test_the_round_trip_is_that_of_bitsandbytes_to_the_bit(
+    dtype: torch.dtype, quant_type: str
+) -> None:
+    """Blocks of nothing, values on the bound between two codes, one outlier, a part of a block."""
+    import bitsandbytes.functional as functional
+
+    from tuneserve.merge.nf4 import Nf4Roundtrip
+
+    code = functional.get_4bit_type(quant_type, device="cpu").sort().values
+    special = torch.zeros(6, 64)
+    special[1, :16], special[2, :15] = code, (code[:-1] + code[1:]) / 2
+    special[2, 15], special[3, 5], special[4] = 1.0, 6e4, 1e-7
+    torch.manual_seed(0)
+    for values in (special, torch.randn(700, 448) * 0.02, torch.randn(3, 50)):
+        weight = values.to(dtype)
+        expected = functional.dequantize_4bit(
+            *functional.quantize_4bit(weight.clone(), blocksize=64, quant_type=quant_type)
+        )
+        found = weight.clone()
+        settings = {"quant_type": quant_type, "double_quant": False}
+        output = SimpleNamespace(shape=weight.shape)
+        Nf4Roundtrip(settings).prepare(output, found.__getitem__, 1)(found, 0)  # type: ignore[arg-type]
+        assert torch.equal(found, expected)
 
 
 def test_nf4_needs_the_training_record(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 One has an NVIDIA H200, with a 7B model of random weights; the other two CPU cores that multiply
 bfloat16, with SmolLM2-135M (`make demo`). Each number says where it is from. A stage of which
-nothing was measured has no time: AWQ, and what a card computes whose rate is not known.
+nothing was measured has no time: AWQ without a GPU, and what a card computes whose rate is not
+known.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ _LOAD_BYTES = 1.46e9
 # Checkpoint bytes that a merge reads and writes in a second: 14.5 GB in 30 s there
 # (`merge_h200_host.json`); 0.33e9 and 0.57e9 on two disks of smaller machines.
 _MERGE_BYTES = 0.48e9
-# Weights through NF4 and back in a second, on the one core that merges: 25e6 once, and double
-# quantization takes its scales in a pass of its own (bitsandbytes 0.50 on a CPU).
-_NF4_WEIGHTS, _NF4_PASSES = 25e6, 2
+# Weights through NF4 and back in a second, on the one core that merges: 128e6 on a machine of two
+# cores, the pass for the scales of double quantization included.
+_NF4_WEIGHTS = 100e6
 # Importing torch and what goes with it: 18.8 s on the H200's host (`quantize_h200_gptq.json`),
 # 4 to 5 s on the other.
 _GPU_START, _CPU_START = 19.0, 5.0
@@ -38,6 +39,9 @@ _EVALUATED = 3  # models that are loaded
 # tokens added 0.6 s a layer, a tenth of the card's peak. The rest is for columns, one by one.
 _GPTQ_SHARE = 0.1
 _GPU_COLUMN, _CPU_COLUMN = 55e-6, 175e-6
+# AWQ tries 20 scales, each with a product over all calibration tokens: 8 layers of a 7B on 65,536
+# tokens took 100 and 108 s (`quantize_h200_awq.json`), a twentieth of the card's peak.
+_AWQ_SCALES, _AWQ_SHARE = 20, 0.05
 # Checks, loading, saving and the comparison of losses there: 9.4 s for 7.8 GB.
 _AROUND_EXPORT_BYTES = 0.83e9
 # To a server's first answer: 118 and 152 s, then 96 and 100 s on the H200, of which 3.6 s are for
@@ -123,7 +127,7 @@ def merge_seconds(run: RunFile, arch: Arch, *, slow: float = 1.0) -> float:
     once = copying_seconds(2 * arch.weights, slow=slow)
     if run.train.method != "qlora" or run.merge.base == "original":
         return once
-    rounded = once + _NF4_PASSES * arch.linear_weights / _NF4_WEIGHTS * slow
+    rounded = once + arch.linear_weights / _NF4_WEIGHTS * slow
     return once + rounded if run.merge.base == "auto" else rounded
 
 
@@ -148,14 +152,19 @@ def evaluate_seconds(arch: Arch, step: Step, speed: float | None, tokens: int) -
 def quantize_seconds(
     run: RunFile, arch: Arch, step: Step, speed: float | None, row_tokens: int
 ) -> float | None:
-    """GPTQ: each block twice over the calibration rows, the Hessians, and the columns."""
+    """GPTQ: each block twice over the calibration rows, the Hessians, and the columns. AWQ: the
+    search for scales.
+    """
     method = run.quantize.methods[0]
     if method == "none":
         return 0.0
-    if speed is None or method != "gptq":
+    if speed is None or (method == "awq" and not step.gpu):
         return None
     section = run.quantize
     tokens = section.calibration_rows * min(section.calibration_max_tokens, row_tokens)
+    if method == "awq":
+        search = _AWQ_SCALES * 2.0 * tokens * arch.linear_weights / (speed * _AWQ_SHARE)
+        return _start(step) + 2 * arch.weights / _AROUND_EXPORT_BYTES + search
     squares = sum(linear.count * linear.in_features**2 for linear in arch.linears)
     operations = tokens * (4.0 * arch.linear_weights + 2.0 * squares)
     columns = sum(linear.count * linear.in_features for linear in arch.linears)
