@@ -46,6 +46,7 @@ class Progress:
         self.done = 0
         self._started = time.monotonic()
         self._said = float("-inf")
+        self._first: tuple[float, int] | None = None  # when the first count came, and how many
 
     def __enter__(self) -> Progress:
         return self
@@ -62,6 +63,8 @@ class Progress:
     def advance(self, count: int = 1, detail: str = "") -> None:
         """Count `count` more units done; `detail` is shown when a line is due."""
         self.done += count
+        if self._first is None:
+            self._first = time.monotonic(), self.done
         self._say(detail, force=False)
 
     def _say(self, detail: str, *, force: bool) -> None:
@@ -72,7 +75,11 @@ class Progress:
         elapsed = max(now - self._started, 1e-9)
         parts = [f"{self.done}/{self.total}" if self.total else f"{self.done}"]
         if self.total and 0 < self.done < self.total:
-            parts.append(f"{human_seconds(elapsed / self.done * (self.total - self.done))} left")
+            # What is done before the first count (a model that loads) is not done again.
+            first = self._first
+            since, counted = first if first and self.done > first[1] else (self._started, 0)
+            rate = max(now - since, 1e-9) / (self.done - counted)
+            parts.append(f"{human_seconds(rate * (self.total - self.done))} left")
         elif elapsed >= 1:
             parts.append(f"in {human_seconds(elapsed)}")
         if detail:
