@@ -142,7 +142,7 @@ def test_the_server_starts_as_measured() -> None:
 
 
 def test_the_demo_as_measured(tmp_path: Path) -> None:
-    """Two cores with bfloat16: train 120 s, merge 13, evaluate 18, quantize 42, serve 23; 757 s in
+    """Two cores with bfloat16: train 120 s, merge 8, evaluate 18, quantize 42, serve 23; 757 s in
     all on two without, installing and proving included.
     """
     config = {
@@ -166,7 +166,7 @@ def test_the_demo_as_measured(tmp_path: Path) -> None:
         return plan_for(demo, base_dir=tmp_path, machine=place, data=data)
 
     found = planned(machine).times
-    measured = {"train": 120, "merge": 13, "quantize": 42, "serve": 23}
+    measured = {"train": 120, "merge": 8, "quantize": 42, "serve": 23}
     for name, seconds in measured.items():
         assert found.stages[name] == pytest.approx(seconds, rel=0.2), name
     assert 18 <= (found.stages["evaluate"] or 0) <= 36  # for up to 64 rows; there were 24
