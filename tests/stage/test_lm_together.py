@@ -64,6 +64,35 @@ def test_families(family: str) -> None:
     assert worst(step(model, recompute=True)[1], theirs) < 1e-5
 
 
+@pytest.mark.parametrize("nf4", [False, True])
+@pytest.mark.parametrize("targets", [ATTENTION, ["v_proj"]], ids=str)
+def test_outputs_that_a_family_changes_in_place(targets: list[str], nf4: bool) -> None:
+    """OLMo clamps queries, keys and values where they are; that of one reaches no other."""
+    found = []
+    for fused in (False, True):
+        model = make(torch.float32, targets, nf4=nf4, family="olmo")
+        model.get_base_model().config.clip_qkv = 0.5  # of outputs around 1
+        if fused:
+            assert fuse(model).whole and "LoraLinearsBackward" in nodes(model)
+        found.append(step(model, recompute=True))
+    (loss, theirs), (ours_loss, ours) = found
+    assert ours_loss == pytest.approx(loss, abs=1e-5)
+    assert worst(ours, theirs) < 1e-5
+
+
+def test_an_output_of_its_own_node_is_changed_in_place() -> None:
+    model = make(torch.float32, ["o_proj"], nf4=False)
+    plain = copy.deepcopy(model)
+    fuse(model)
+    results = []
+    for one in (model, plain):
+        x = torch.randn(2, 5, 128, generator=torch.Generator().manual_seed(4)).requires_grad_()
+        attention(one).o_proj(x).clamp_(-0.3, 0.3).square().sum().backward()
+        results.append([x.grad, attention(one).o_proj.lora_A.default.weight.grad])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
 def test_bfloat16_is_no_less_exact_than_the_plain_modules() -> None:
     _, exact = step(make(torch.float32, ATTENTION, nf4=True))
     _, plain = step(make(torch.bfloat16, ATTENTION, nf4=True))

@@ -69,7 +69,7 @@ class LoraLinear(torch.autograd.Function):
         # The factors are parameters, alive anyway: kept beside what a checkpoint must recompute.
         ctx.layer, ctx.shape, ctx.factors = layer, x.shape, (a, b)
         ctx.save_for_backward(*((x, inner) if a is not None else ()))
-        return out.view(*x.shape[:-1], -1)
+        return shaped(out, x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -88,6 +88,15 @@ class LoraLinear(torch.autograd.Function):
             if dx is not None:
                 dx.addmm_(back, a)
         return (None if dx is None else dx.view(ctx.shape)), None, da, db
+
+
+def shaped(out: Tensor, x: Tensor) -> Tensor:
+    """`out`, [rows, width], in as many dimensions as `x`, and for autograd no view of anything.
+
+    A node's views must not be changed in place, and some families (OLMo) clamp their queries, keys
+    and values so.
+    """
+    return torch.ops.aten._unsafe_view(out, [*x.shape[:-1], out.shape[-1]])
 
 
 def scaled_product(left: Tensor, right: Tensor, scale: float, out: Tensor | None = None) -> Tensor:

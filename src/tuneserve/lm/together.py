@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tuneserve.lm.frozen import borrowed, scales_of
-from tuneserve.lm.fused import Layer, scaled_product
+from tuneserve.lm.fused import Layer, scaled_product, shaped
 
 Factors = Sequence[Tensor | None]
 
@@ -119,10 +119,11 @@ class LoraLinears(torch.autograd.Function):
         for at, begin, end in group.adapters:
             b: Any = factors[2 * at + 1]
             outs[at].addmm_(inner[:, begin:end], b.t(), alpha=group.layers[at].scale)
-        # The factors are parameters, alive anyway: kept beside what a checkpoint must recompute.
+        # The factors are parameters, alive anyway (in float16 their copies, small ones): kept
+        # beside what a checkpoint must recompute.
         ctx.group, ctx.shape, ctx.factors = group, x.shape, factors
         ctx.save_for_backward(x, inner)
-        return tuple(out.view(*x.shape[:-1], -1) for out in outs)
+        return tuple(shaped(out, x) for out in outs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
