@@ -97,7 +97,9 @@ def test_nf4_in_many_tiles_equals_nf4_of_the_whole(
 def test_the_round_trip_is_that_of_bitsandbytes_to_the_bit(
     dtype: torch.dtype, quant_type: str
 ) -> None:
-    """Blocks of nothing, values on the bound between two codes, one outlier, a part of a block."""
+    """Blocks of nothing, values on the bound between two codes, one outlier, infinity, a part of a
+    block.
+    """
     import bitsandbytes.functional as functional
 
     from tuneserve.merge.nf4 import Nf4Roundtrip
@@ -106,6 +108,7 @@ def test_the_round_trip_is_that_of_bitsandbytes_to_the_bit(
     special = torch.zeros(6, 64)
     special[1, :16], special[2, :15] = code, (code[:-1] + code[1:]) / 2
     special[2, 15], special[3, 5], special[4] = 1.0, 6e4, 1e-7
+    special[5, 0], special[5, 1:] = torch.inf, -1.0
     torch.manual_seed(0)
     for values in (special, torch.randn(700, 448) * 0.02, torch.randn(3, 50)):
         weight = values.to(dtype)
@@ -116,7 +119,7 @@ def test_the_round_trip_is_that_of_bitsandbytes_to_the_bit(
         settings = {"quant_type": quant_type, "double_quant": False}
         output = SimpleNamespace(shape=weight.shape)
         Nf4Roundtrip(settings).prepare(output, found.__getitem__, 1)(found, 0)  # type: ignore[arg-type]
-        assert torch.equal(found, expected)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_nf4_needs_the_training_record(tmp_path: Path) -> None:

@@ -110,9 +110,9 @@ def _packed(scaled: torch.Tensor, code: torch.Tensor) -> torch.Tensor:
     """Two codes a byte of values in [-1, 1], the first in the upper half: the nearest of `code`,
     which rises, and the lower of two that are equally near.
     """
-    codes = torch.zeros(scaled.numel(), dtype=torch.uint8)
-    above = torch.empty(scaled.numel(), dtype=torch.bool)
+    codes = torch.full((scaled.numel(),), len(code) - 1, dtype=torch.uint8)
+    below = torch.empty(scaled.numel(), dtype=torch.bool)
     for bound in ((code[:-1] + code[1:]) / 2).tolist():
-        torch.gt(scaled, bound, out=above)
-        codes += above.view(torch.uint8)
+        torch.le(scaled, bound, out=below)  # not of NaN, which so has the highest code
+        codes -= below.view(torch.uint8)
     return (codes[::2] << 4) | codes[1::2]
