@@ -250,6 +250,20 @@ def test_wrong_module_names_are_all_named(
     assert list(context.out.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["q_proj", "self_attn"])
+def test_a_quantized_layer_is_not_trained_whole(
+    tmp_path: Path, pico_model: Path, dataset: Artifact, name: str
+) -> None:
+    lora = {"target_modules": ["down_proj"], "modules_to_save": [name]}
+    context = make_context(tmp_path, pico_model, {"dataset": dataset}, {**TRAIN, "lora": lora})
+    with pytest.raises(RunFileError, match=f"modules_to_save: '{name}' is quantized"):
+        run(context)
+    assert list(context.out.iterdir()) == []
+    in_16_bits = {**TRAIN, "lora": lora, "method": "lora", "max_steps": 1}
+    context = make_context(tmp_path, pico_model, {"dataset": dataset}, in_16_bits)
+    assert run(context)["steps"] == 1
+
+
 @pytest.mark.parametrize("name", ["lm_head", "embed_tokens"])
 def test_adapters_on_a_tied_head_are_refused(
     tmp_path: Path, pico_model: Path, dataset: Artifact, name: str

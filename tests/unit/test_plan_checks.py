@@ -95,6 +95,13 @@ def test_modules_trained_whole_must_exist() -> None:
     assert "embed is no module" in problem
 
 
+def test_a_quantized_layer_is_not_trained_whole() -> None:
+    whole = {"modules_to_save": ["q_proj", "norm"]}
+    [problem] = found(run(train=lora("v_proj", **whole)))
+    assert problem.startswith("train.lora.modules_to_save: q_proj is quantized")
+    assert found(run(train={**lora("v_proj", **whole), "method": "lora"})) == []
+
+
 def test_lengths_within_the_context() -> None:
     """A13: a guard from the config, not from an exception."""
     texts = found(run(data={"max_length": 9000}, serve={"max_model_len": 10000}))

@@ -26,8 +26,17 @@ TRAINED = 28 * 64 * (2 * 7168 + 2 * 4096 + 3 * 22528)
 EMBEDDING_AND_HEAD = 2 * 152064 * 3584
 
 
-def plan(folder: Path, *, cards: int = 8, gib: float = 140, rows: int = 64, **train: Any) -> Plan:
-    (folder / "config.json").write_text(json.dumps(QWEN2_7B))
+def plan(
+    folder: Path,
+    *,
+    cards: int = 8,
+    gib: float = 140,
+    rows: int = 64,
+    capability: tuple[int, int] | None = None,
+    model: dict[str, Any] | None = None,
+    **train: Any,
+) -> Plan:
+    (folder / "config.json").write_text(json.dumps({**QWEN2_7B, **(model or {})}))
     settings = {
         "method": "lora",
         "lora": {"r": 64, **train.pop("lora", {})},
@@ -45,7 +54,7 @@ def plan(folder: Path, *, cards: int = 8, gib: float = 140, rows: int = 64, **tr
             "quantize": {"calibration_rows": min(rows, 256)},
         }
     )
-    card = Gpu("card", int(gib * GIB), int(gib * GIB))
+    card = Gpu("card", int(gib * GIB), int(gib * GIB), capability=capability)
     place = Machine(card, 256 * GIB, 256 * GIB, 2**50, "/store", gpus=cards)
     data = DataShape((2048,) * rows)
     return plan_for(run, base_dir=folder, data=data, machine=place)
@@ -120,6 +129,22 @@ def test_fewer_rows_than_a_step_that_cannot_be_shared(tmp_path: Path) -> None:
     with pytest.raises(RunFileError, match="7 rows a step .* set train.gpus: 1, or .*batch: 6"):
         plan(tmp_path, rows=7, gpus=2, micro_batch="auto")
     assert plan(tmp_path, rows=6, gpus=2, micro_batch="auto").step.accumulation > 0
+
+
+def test_zero_needs_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused before anything starts, and never advised; a family in float32 may have it."""
+    monkeypatch.setattr(checks, "_installed", lambda *_: True)
+    with pytest.raises(RunFileError, match="train.zero: 2 needs bfloat16, which this GPU has not"):
+        plan(tmp_path, gpus=2, zero=2, capability=(7, 5))
+    gemma = {"model_type": "gemma2", "head_dim": 128}
+    assert plan(tmp_path, gpus=2, zero=2, capability=(7, 5), model=gemma).step.zero == 2
+    assert plan(tmp_path, gpus=2, zero=2, capability=(8, 0)).step.zero == 2
+
+    whole = {"modules_to_save": ["embed_tokens", "lm_head"]}
+    old = plan(tmp_path, gpus=8, gib=16, lora=whole, capability=(7, 0))
+    assert old.several is not None and old.several.zero == 0 and len(old.several.ways) == 1
+    assert "not for GPUs without bfloat16" in old.several.why
+    assert old.advice and "train.zero" not in [advice.field for advice in old.advice]
 
 
 def test_zero_without_deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

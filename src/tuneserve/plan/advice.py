@@ -100,7 +100,7 @@ def _smaller_steps(step: Step) -> Iterator[tuple[str, str, Step, str]]:
     if step.gpu and step.optimizer != "paged_adamw_8bit":
         smaller = replace(step, optimizer="paged_adamw_8bit")
         yield "train.optimizer", "paged_adamw_8bit", smaller, "the same result"
-    if step.gpus > 1 and not (step.quantized or step.zero or step.dora):
+    if step.gpus > 1 and not (step.quantized or step.zero or step.dora or step.half):
         smaller = replace(step, zero=2)
         yield "train.zero", "2", smaller, "optimizer state and gradients in shares"
     if not step.quantized:

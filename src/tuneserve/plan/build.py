@@ -177,7 +177,8 @@ def plan_for(
     )
     on_gpu = machine.gpu is not None
     constants = for_card(constants, machine.gpu.total_bytes if machine.gpu else None)
-    found = problems(run, arch, data, gpu=on_gpu, gpus=machine.gpus)
+    bf16 = machine.gpu is None or machine.gpu.has_bf16
+    found = problems(run, arch, data, gpu=on_gpu, gpus=machine.gpus, bf16=bf16)
     if found:
         raise RunFileError(
             f"run {run.name} cannot work as it is:\n  " + "\n  ".join(found),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 from tuneserve.config import RunFile
+from tuneserve.devices import FLOAT32_FAMILIES
 from tuneserve.parallel import ServedShape, tensor_parallel_problems
 from tuneserve.plan.arch import Arch, Linear
 from tuneserve.plan.rows import DataShape
@@ -39,7 +40,13 @@ _EMBEDDING_NAMES = ("embed_tokens", "wte", "word_embeddings")
 
 
 def problems(
-    run: RunFile, arch: Arch, data: DataShape | None, *, gpu: bool, gpus: int | None = None
+    run: RunFile,
+    arch: Arch,
+    data: DataShape | None,
+    *,
+    gpu: bool,
+    gpus: int | None = None,
+    bf16: bool = True,
 ) -> list[str]:
     """Everything that would fail later, as sentences that begin with the field to mend.
 
@@ -49,6 +56,7 @@ def problems(
         data: The data set, where known.
         gpu: Whether there is a GPU, or one is supposed.
         gpus: How many there are; None: not known.
+        bf16: Whether they compute in bfloat16.
     """
     return [
         *_adapter_problems(run, arch),
@@ -57,6 +65,7 @@ def problems(
         *_serve_problems(run, data),
         *_kernel_problems(run, gpu=gpu),
         *_several_problems(run, arch, data, gpu=gpu, gpus=gpus),
+        *_zero_problems(run, arch, half=gpu and not bf16),
     ]
 
 
@@ -122,6 +131,11 @@ def _adapter_problems(run: RunFile, arch: Arch) -> list[str]:
             found.append(
                 f"train.lora.modules_to_save: {name} is no module of this model; there are "
                 f"embed_tokens, lm_head and {available}"
+            )
+        elif leaf in arch.linear_names() and run.train.method == "qlora":
+            found.append(
+                f"train.lora.modules_to_save: {name} is quantized, so it cannot be trained whole; "
+                "list it in train.lora.target_modules instead, or set train.method: lora"
             )
     return found
 
@@ -233,11 +247,6 @@ def _several_problems(
     found += [shared] if shared else []
     if gpu and gpus is not None and train.gpus > gpus:
         found.append(f"train.gpus: {train.gpus}, and this machine shows {gpus}")
-    if train.zero and not _installed("deepspeed", run.engines.train.python):
-        found.append(
-            "train.zero: 2 needs DeepSpeed, which is not installed; `make venv` installs it, or "
-            "set train.zero: 0"
-        )
     if parts == 1:
         return found
     if not gpu:
@@ -254,6 +263,24 @@ def _several_problems(
         run.quantize.group_size if four_bit else None,
     )
     return found + tensor_parallel_problems(parts, shape)
+
+
+def _zero_problems(run: RunFile, arch: Arch, *, half: bool) -> list[str]:
+    zero = run.train.zero
+    if not zero:
+        return []
+    found = []
+    if not _installed("deepspeed", run.engines.train.python):
+        found.append(
+            f"train.zero: {zero} needs DeepSpeed, which is not installed; `make venv` installs it, "
+            "or set train.zero: 0"
+        )
+    if half and arch.model_type not in FLOAT32_FAMILIES:
+        found.append(
+            f"train.zero: {zero} needs bfloat16, which this GPU has not; set train.zero: 0, by "
+            "which every GPU holds the whole optimizer"
+        )
+    return found
 
 
 def _installed(name: str, elsewhere: str | None) -> bool:

@@ -107,8 +107,8 @@ def ways(arch: Arch, step: Step, available_bytes: int, constants: Constants) -> 
         )
 
     ddp = way("DDP", 0)
-    if step.quantized or step.dora:
-        kind = "a 4-bit base" if step.quantized else "DoRA"
+    kinds = {"a 4-bit base": step.quantized, "DoRA": step.dora, "GPUs without bfloat16": step.half}
+    if kind := next((kind for kind, is_so in kinds.items() if is_so), None):
         return Ways((ddp,), 0, f"ZeRO-2 is not for {kind}")
     shared = way("ZeRO-2", 2)
     saves = ddp.peak_bytes - shared.peak_bytes

@@ -27,8 +27,8 @@ def add_adapter(model: Any, lora: LoraSection, dtype: torch.dtype) -> Any:
     float32, since their updates are smaller than bfloat16 can represent.
 
     Raises:
-        RunFileError: A name of `target_modules` or `modules_to_save` matches nothing, or the head
-            is targeted.
+        RunFileError: A name of `target_modules` or `modules_to_save` matches nothing, the head is
+            targeted, or a quantized layer is to be trained whole.
     """
     import peft
 
@@ -108,6 +108,14 @@ def check_names(model: Any, lora: LoraSection) -> None:
             expected=f"names among {', '.join(_leaves(linear - heads))}; or all-linear",
             hint="mend the names; the end of a module's name is enough",
         )
+    quantized = [n for n in linear if hasattr(modules[n].weight, "quant_state")]
+    for name in lora.modules_to_save:
+        if any(_matches(name, _with_parents(full)) for full in quantized):
+            raise RunFileError(
+                f"train.lora.modules_to_save: {name!r} is quantized, and cannot be trained whole",
+                expected="embeddings, norms or the head",
+                hint="list it in train.lora.target_modules instead, or set train.method: lora",
+            )
     tied = bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
     for name in targets:
         hit = _matches(name, heads) or (tied and _matches(name, _embeddings(modules)))
@@ -122,6 +130,12 @@ def check_names(model: Any, lora: LoraSection) -> None:
 
 def _matches(name: str, among: Iterable[str]) -> bool:
     return any(full == name or full.endswith(f".{name}") for full in among)
+
+
+def _with_parents(full: str) -> list[str]:
+    """A module's name, and those of all that it is in."""
+    parts = full.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
 
 
 def _leaves(names: Iterable[str]) -> list[str]:
