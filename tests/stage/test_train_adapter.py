@@ -230,7 +230,7 @@ def test_bfloat16_only_where_the_processor_multiplies_it(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype"), [((9, 0), torch.bfloat16), ((7, 5), torch.float32)]
+    ("capability", "dtype"), [((9, 0), torch.bfloat16), ((7, 5), torch.float16)]
 )
 def test_the_type_and_place_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: torch.dtype
@@ -244,13 +244,17 @@ def test_the_type_and_place_on_a_gpu(
     assert hardware.compute_dtype(hardware.device()) is dtype
 
 
-def test_nothing_is_scaled_and_the_way_to_recompute_is_named(tmp_path: Path) -> None:
-    """B03, B01: no half-precision scaler that would meet half-precision gradients, on any card."""
+def test_no_autocast_and_the_way_to_recompute_is_named(tmp_path: Path) -> None:
+    """B03, B01: a scaler there is only where products are float16, and then of float32 adapters;
+    see `test_train_float16`.
+    """
     from tuneserve.train.trainer import _arguments
 
     train = TrainSection()
     options = _arguments(train, make_recipe(train, 32, 4), tmp_path, checkpointing=True)
-    assert options["fp16"] is False and options["bf16"] is False
+    assert options["bf16"] is False and not options.get("fp16")
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        assert hardware.adapter_dtype(dtype) != torch.float16
     assert options["gradient_checkpointing_kwargs"]["use_reentrant"] is False
 
 

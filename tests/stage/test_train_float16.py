@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from pico import make_pico
 from train_rows import make_context
 from tuneserve.artifacts import Artifact, file_sha256
-from tuneserve.errors import ModelError, RunFileError, TrainingDiverged
+from tuneserve.errors import AdapterError, ModelError, RunFileError, TrainingDiverged
 from tuneserve.lm import hardware
 from tuneserve.stages import StageContext
 from tuneserve.train import launch
@@ -155,7 +155,8 @@ def test_a_step_that_overflows_is_skipped_and_the_run_goes_on_the_same(
         factors = factors_before_steps(patch)
         metrics = run(context)
     first, skipped, third, _ = curve_of(context)
-    assert metrics["steps"] == 4 and skipped["skipped"] and "skipped" not in {**first, **third}
+    assert (metrics["steps"], metrics["skipped_steps"]) == (4, 1)
+    assert skipped["skipped"] and "skipped" not in {**first, **third}
     assert skipped["grad_norm"] is None and math.isfinite(skipped["loss"])
     assert len(factors) == 4
     assert not torch.equal(factors[0], factors[1]) and torch.equal(factors[1], factors[2])
@@ -169,9 +170,43 @@ def test_a_step_that_overflows_is_skipped_and_the_run_goes_on_the_same(
 
     shutil.rmtree(context.work / "checkpoint-4")  # as if it had been killed in step 3 or 4
     again = make_context(tmp_path, pico_model, {"dataset": dataset}, TRAIN)
-    assert run(again)["steps"] == 4
+    assert run(again)["skipped_steps"] == 1
     assert {name: file_sha256(again.out / name) for name in STRAIGHT} == straight
     assert scaler_of(again, 4) == after
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        (torch.bfloat16, torch.float16, "products bfloat16 or float32, now float16"),
+        (torch.float16, torch.float32, "products float16, now bfloat16 or float32"),
+    ],
+    ids=str,
+)
+def test_no_going_on_on_a_card_of_the_other_kind(
+    tmp_path: Path,
+    pico_model: Path,
+    dataset: Artifact,
+    monkeypatch: pytest.MonkeyPatch,
+    first: torch.dtype,
+    second: torch.dtype,
+    said: str,
+) -> None:
+    """The optimizer's state has another form there; the checkpoint stays, and is good at home."""
+    train = {**TRAIN, "max_steps": 4}
+    monkeypatch.setattr(hardware, "compute_dtype", lambda device: first)
+    context = make_context(tmp_path, pico_model, {"dataset": dataset}, train)
+    run(context)
+    shutil.rmtree(context.work / "checkpoint-4")
+    shutil.rmtree(context.out)
+    context.out.mkdir()
+    monkeypatch.setattr(hardware, "compute_dtype", lambda device: second)
+    with pytest.raises(AdapterError, match=f"checkpoint-2: made with {said}") as caught:
+        run(context)
+    assert "go on as it was made" in (caught.value.hint or "")
+    assert list(context.out.iterdir()) == []
+    monkeypatch.setattr(hardware, "compute_dtype", lambda device: first)
+    assert run(context)["steps"] == 4
 
 
 def test_gradients_that_overflow_at_any_scale_end_the_run(

@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,7 @@ class Attempt:
         with Progress("train", total=self.recipe.steps) as progress:
             watch = Watch(self.rows, order, self.recipe, self.context.work / CURVE, progress)
             trainer = self._trainer(model, order, watch, dtype)
-            watch.loss_scale = trainer.loss_scale
+            watch.loss_scale, watch.shape = trainer.loss_scale, trainer.shape
             best = Best(self.context.work / "best") if train.keep == "best" else None
             if train.eval_steps and len(self.held_out):
                 watch.evaluate = (
@@ -163,7 +163,7 @@ class Attempt:
         )
 
     def _train(self, trainer: RowTrainer, watch: Watch) -> None:
-        found = collective.once(self._checkpoint)
+        found = collective.once(lambda: self._checkpoint(trainer.shape))
         resume, step = found if found else (None, 0)
         collective.once(lambda: rewind_curve(watch.curve, step))
         if found:
@@ -174,10 +174,10 @@ class Attempt:
         set_seed(dropout_seed(seed, collective.rank(), step))  # what a rank draws is its own
         trainer.train(resume_from_checkpoint=str(resume) if resume else None)
 
-    def _checkpoint(self) -> tuple[Path, int] | None:
+    def _checkpoint(self, shape: Mapping[str, int | str]) -> tuple[Path, int] | None:
         found = checkpoints.latest_whole(self.context.work)
         if found:
-            checkpoints.check_shape(found[0], self.recipe.shape)
+            checkpoints.check_shape(found[0], shape)
         return found
 
     def _held_out_loss(
@@ -238,7 +238,8 @@ class Attempt:
         (out / SIDECAR).write_text(text, encoding="utf-8")
 
     def _metrics(self, watch: Watch, eval_loss: float | None) -> dict[str, Any]:
-        losses = [p["loss"] for p in read_curve(watch.curve) if "loss" in p]
+        points = [p for p in read_curve(watch.curve) if "loss" in p]
+        losses = [p["loss"] for p in points]
         trained = np.asarray(watch.order)
         supervised = int(self.rows.supervised()[trained].sum())
         seconds = watch.seconds
@@ -256,6 +257,8 @@ class Attempt:
             "gradient_checkpointing": self.checkpointing,
             "gpus": self.recipe.processes,
         }
+        if watch.loss_scale() is not None:
+            metrics["skipped_steps"] = sum("skipped" in p for p in points)
         if torch.cuda.is_available():
             metrics["peak_gpu_bytes"] = torch.cuda.max_memory_reserved()
             metrics["model_flop_utilization"] = self._utilization(watch)

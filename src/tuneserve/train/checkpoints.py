@@ -24,7 +24,7 @@ SEAL = "sealed.json"
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 
-def seal(folder: Path, shape: Mapping[str, int] | None = None) -> None:
+def seal(folder: Path, shape: Mapping[str, int | str] | None = None) -> None:
     """Declare a checkpoint folder complete: every file is on disk, and its hash recorded.
 
     Args:
@@ -51,8 +51,9 @@ def latest_whole(work: Path) -> tuple[Path, int] | None:
     return None
 
 
-def check_shape(folder: Path, shape: Mapping[str, int]) -> None:
-    """Refuse a checkpoint of other steps: its step 5 saw other rows than ours.
+def check_shape(folder: Path, shape: Mapping[str, int | str]) -> None:
+    """Refuse a checkpoint of other steps, whose step 5 saw other rows than ours, or of a GPU whose
+    optimizer holds another state.
 
     Raises:
         AdapterError: It was made with other numbers than `shape` has.
@@ -62,8 +63,8 @@ def check_shape(folder: Path, shape: Mapping[str, int]) -> None:
     if differs:
         raise AdapterError(
             f"{folder}: made with " + "; ".join(differs),
-            expected="a checkpoint of the same steps",
-            hint="remove this folder to train from the beginning",
+            expected="a checkpoint of the same steps and type of products",
+            hint="go on as it was made, or remove this folder to train from the beginning",
         )
 
 

@@ -126,6 +126,7 @@ class RowTrainer(SFTTrainer):
             join_types(self.model, torch.float16)
             self._add_scaler()
         self.fused = fuse(self.model)
+        self._trained = [p for p in self.model.parameters() if p.requires_grad]
         hardware.release_memory()  # what loading and looking took, before lasting things are made
         from transformers.trainer_callback import PrinterCallback
 
@@ -157,7 +158,7 @@ class RowTrainer(SFTTrainer):
         scale = self.loss_scale()
         if scale is None or scale <= LEAST_LOSS_SCALE or not bool(loss.isfinite()):
             return False
-        found = [p.grad for p in self.model.parameters() if p.grad is not None]
+        found = [p.grad for p in self._trained if p.grad is not None]
         if bool(torch.nn.utils.get_total_norm(found).isfinite()):
             return False
         self.accelerator.scaler.update(scale / 2)
@@ -177,6 +178,13 @@ class RowTrainer(SFTTrainer):
         return pad_rows(self._rows, indices, PAD_MULTIPLE, self._positions)
 
     @property
+    def shape(self) -> dict[str, int | str]:
+        """What a run that goes on from one of its checkpoints has to share."""
+        # The optimizer's state beside a scaler is that of many tensors; else of one.
+        products = "float16" if self._half else "bfloat16 or float32"
+        return {**self._recipe.shape, "products": products}
+
+    @property
     def shares_optimizer(self) -> bool:
         """Whether the optimizer's state is spread over the ranks, and made by DeepSpeed alone."""
         return self._zero
@@ -194,10 +202,13 @@ class RowTrainer(SFTTrainer):
         if self.optimizer is None and flat:
             kind, settings = self.get_optimizer_cls_and_kwargs(self.args, self.model)
             settings = {**settings, "weight_decay": self.args.weight_decay}
-            trained = [p for p in self.model.parameters() if p.requires_grad]
-            self.optimizer = flat_optimizer(kind, settings, trained)
+            self.optimizer = flat_optimizer(kind, settings, self._trained)
             return self.optimizer
         return super().create_optimizer(model)
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        """Of what is trained; the library walks through the frozen weights as well."""
+        return self.accelerator.clip_grad_norm_(self._trained, self.args.max_grad_norm)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """The learning rate by `rate_factor`."""

@@ -9,7 +9,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ class Watch(TrainerCallback):
         best: Called with step and held-out loss of every evaluation.
         loss_scale: What the loss is scaled with now, or None; see `RowTrainer`.
         skips: Steps that were skipped since their gradients overflowed.
+        shape: What checkpoints are sealed with; see `RowTrainer`.
     """
 
     rows: Rows
@@ -58,6 +59,7 @@ class Watch(TrainerCallback):
     best: Callable[[int, float], None] | None = None
     loss_scale: Callable[[], float | None] = lambda: None
     skips: Skips = field(default_factory=Skips)
+    shape: Mapping[str, int | str] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     waited: list[float] = field(default_factory=list)
     _said: set[str] = field(default_factory=set)
@@ -136,7 +138,7 @@ class Watch(TrainerCallback):
         self._began = None
         collective.wait_for_all()  # each rank wrote its random state
         if state.is_world_process_zero:
-            seal(Path(args.output_dir) / f"checkpoint-{state.global_step}", self.recipe.shape)
+            seal(Path(args.output_dir) / f"checkpoint-{state.global_step}", self.shape)
 
     def _look(self, loss: float, seconds: float) -> None:
         """Say, once each, what a person should know while it still runs."""

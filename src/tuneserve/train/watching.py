@@ -56,10 +56,10 @@ def hungry(waited: Sequence[float], seconds: Sequence[float]) -> str:
 
 
 class Skips:
-    """Steps that the gradient scaler skipped."""
+    """Steps in a row that the gradient scaler skipped."""
 
     def __init__(self) -> None:
-        self.total = self._row = 0
+        self._row = 0
 
     def trained(self) -> None:
         """A step was not skipped."""
@@ -67,7 +67,6 @@ class Skips:
 
     def skipped(self, scale: float) -> str:
         """A step was, and `scale` is the loss scale now: why not to go on; empty to go on."""
-        self.total += 1
         self._row += 1
         if self._row >= _MOST_SKIPS:
             return f"the gradients of {self._row} steps in a row overflowed float16"
