@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tuneserve.lm.callforms import Call, Written, calls_in, form_of, tools_of
+from tuneserve.lm.callforms import FORMS, Call, Written, calls_in, form_of, tools_of
 from tuneserve.lm.structured import parses, recognize
 
 TOOLS: list[dict[str, Any]] = [
@@ -253,11 +253,52 @@ def test_a_broken_call_is_none(form: str, text: str) -> None:
     assert calls_in(text, form, KNOWN) == []
 
 
+@pytest.mark.parametrize(
+    "begun",
+    [
+        "to=functions.now", "[TOOL_CALLS]", "[TOOL_CALLS]now", "[TOOL_CALLS]now[CALL_ID]a",
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>now", "<|tool_call_begin|>now:0",
+        "<function=now><parameter=a", '<function=now><parameter name="a"', "<tool_call>now",
+        "<tool_call>now<arg_key>", "<tool_call>now<arg_key>a", "[now()]", "<|python_tag|>",
+        "<start_function_call>call:now{}", ">>>now\n", "{",
+    ],
+)  # fmt: skip
+def test_a_model_that_loops_on_blanks_is_read_at_once(begun: str) -> None:
+    """A pattern that tries every way to share the blanks out would take hours for these."""
+    assert recognize(f"{begun}{' ' * 20_000}x", KNOWN) is None
+
+
+@pytest.mark.parametrize("looped", ["[", '{"a":', "<start_function_call>call:now{", "-", "\x00"])
+def test_a_model_that_loops_is_no_structure_and_no_fault(looped: str) -> None:
+    for text in (looped * 5000, f"<|python_tag|>now(a={looped * 5000}1)", "[" + looped * 5000):
+        assert recognize(text, KNOWN) is None
+        assert not any(parses(text, kind, KNOWN) for kind in ("json", *FORMS))
+
+
+def test_blanks_around_names_are_none_of_theirs() -> None:
+    for form, text in (
+        ("xml_call", "<function=get_weather><parameter= city >Paris</parameter></function>"),
+        (
+            "keyed_call",
+            "<tool_call>get_weather<arg_key>\ncity </arg_key><arg_value>Paris</arg_value>"
+            "</tool_call>",
+        ),
+        (
+            "named_call",
+            "to=functions.get_weather <|channel|>commentary <|constrain|>json <|message|>"
+            '{"city": "Paris"}',
+        ),
+        ("named_call", '[TOOL_CALLS] get_weather [CALL_ID] a1 [ARGS] {"city": "Paris"}'),
+    ):
+        assert plain(calls_in(text, form, KNOWN)) == [("get_weather", {"city": "Paris"})], text
+
+
 def test_values_without_quotes_are_of_their_types() -> None:
     one = "<function=get_weather><parameter={}>{}</parameter></function>"
     for key, value, good in (
         ("city", "3", True), ("days", "3", True), ("days", "3.5", False), ("days", "None", True),
         ("parts", "['sun']", True), ("parts", '["sun"]', True), ("parts", "sun", False),
+        ("days", "true", False),
     ):  # fmt: skip
         assert parses(one.format(key, value), "xml_call", KNOWN) is good, (key, value)
 
@@ -289,7 +330,7 @@ def test_schemas_say_what_they_know() -> None:
     any_of = {"type": "object", "properties": {"a": {"anyOf": [{"type": "integer"}]}}}
     tools = [
         {"type": "function", "function": {"name": name, "parameters": schema}}
-        for name, schema in (("a", loose), ("b", any_of), ("c", None))
+        for name, schema in (("a", loose), ("b", any_of), ("c", None), ("d", ["a"]), ("e", "a"))
     ]
-    assert tools_of(tools) == {"a": None, "b": {"a": ""}, "c": None}
+    assert tools_of(tools) == {"a": None, "b": {"a": ""}, "c": None, "d": None, "e": None}
     assert tools_of([]) is None is tools_of(None) is tools_of([{"type": "function"}])

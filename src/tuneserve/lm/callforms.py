@@ -42,7 +42,8 @@ def tools_of(tools: list[dict[str, Any]] | None) -> Tools | None:
     found: Tools = {}
     for tool in tools or []:
         function = tool.get("function") or {}
-        schema = function.get("parameters") or {}
+        schema = function.get("parameters")
+        schema = schema if isinstance(schema, dict) else {}
         known = schema.get("properties")
         types = None
         if isinstance(known, dict) and not schema.get("additionalProperties"):
@@ -139,12 +140,14 @@ def _object_call(value: Any) -> tuple[str, dict[str, Any]] | None:
     return (name, arguments) if isinstance(name, str) and isinstance(arguments, dict) else None
 
 
-# A name in tags of its own, then an object of arguments; what closes it, if anything must.
+# A name in tags of its own, then an object of arguments; what closes it, if anything must. In no
+# pattern here may two \s* meet: a model that loops writes blanks by the thousand, and every way to
+# share them out between the two would be tried.
 _NAMED = [
     (re.compile(opening.replace("NAME", f"(?P<name>{_NAME})")), re.compile(closing))
     for opening, closing in (
         # Mistral, tokenizers v11 and later
-        (r"\[TOOL_CALLS\]\s*NAME\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(?=\{)", ""),
+        (r"\[TOOL_CALLS\]\s*NAME\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]\s*)?(?=\{)", ""),
         # DeepSeek V3 and R1, V3.1
         (
             r"<｜tool▁call▁begin｜>\s*function\s*<｜tool▁sep｜>\s*NAME\s*```json\s*",
@@ -159,7 +162,7 @@ _NAMED = [
         ),
         # gpt-oss; its <|call|> is an end token
         (
-            r"to=functions\.NAME\s*(?:<\|channel\|>\w+)?\s*(?:<\|constrain\|>)?\s*(?:json)?\s*"
+            r"to=functions\.NAME\s*(?:<\|channel\|>\w+\s*)?(?:<\|constrain\|>\s*)?(?:json\s*)?"
             r"<\|message\|>",
             r"\s*(?:<\|call\|>|\Z)",
         ),
@@ -198,7 +201,8 @@ _XML_CALL = re.compile(
 )
 _XML_PARAMETER = re.compile(
     r"\s*<(?P<space>[\w-]+:|｜DSML｜|)(?P<tag>parameter|param)(?:=|\s+name\s*=\s*)"
-    r"(?P<quote>[\"']?)(?P<key>[^\"'<>]+?)(?P=quote)(?:\s+\w+=\"[^\"]*\")*\s*>"
+    r"(?:(?P<quote>[\"'])(?P<quoted>[^\"'<>]+)(?P=quote)(?:\s+\w+=\"[^\"]*\")*\s*"
+    r"|(?P<bare>[^\"'<>]+))>"
     r"(?P<value>.*?)</(?P=space)(?P=tag)>",
     re.DOTALL,
 )
@@ -213,9 +217,10 @@ def _xml(text: str, _: Tools | None) -> Iterator[Call]:
         arguments: dict[str, Any] = {}
         at = match.end()
         while value := _XML_PARAMETER.match(text, at):
-            if value["key"] in arguments or _PARAMETER_OPENS.search(value["value"]):
+            key = (value["quoted"] or value["bare"]).strip()
+            if key in arguments or _PARAMETER_OPENS.search(value["value"]):
                 raise Broken
-            arguments[value["key"]] = Written(_line(value["value"]))
+            arguments[key] = Written(_line(value["value"]))
             at = value.end()
         close = re.compile(rf"\s*</{match['space']}{match['tag']}>").match(text, at)
         if not close:
@@ -226,7 +231,7 @@ def _xml(text: str, _: Tools | None) -> Iterator[Call]:
 
 _KEYED_CALL = re.compile(rf"<tool_call(?P<kind>[^<>\s]*)>\s*(?P<name>{_NAME})\s*(?:<tool_sep\1>)?")
 _KEYED_VALUE = re.compile(
-    r"\s*<arg_key(?P<kind>[^<>]*)>\s*(?P<key>[^<>]+?)\s*</arg_key(?P=kind)>"
+    r"\s*<arg_key(?P<kind>[^<>]*)>(?P<key>[^<>]+)</arg_key(?P=kind)>"
     r"\s*<arg_value(?P=kind)>(?P<value>.*?)</arg_value(?P=kind)>",
     re.DOTALL,
 )
@@ -239,9 +244,10 @@ def _keyed(text: str, _: Tools | None) -> Iterator[Call]:
         arguments: dict[str, Any] = {}
         at = match.end()
         while value := _KEYED_VALUE.match(text, at):
-            if value["key"] in arguments:
+            key = value["key"].strip()
+            if key in arguments:
                 raise Broken
-            arguments[value["key"]] = Written(_line(value["value"]))
+            arguments[key] = Written(_line(value["value"]))
             at = value.end()
         close = re.compile(rf"\s*</tool_call{re.escape(match['kind'])}>").match(text, at)
         if not close:
@@ -261,7 +267,7 @@ _PYTHON = re.compile(
 def _python(text: str, tools: Tools | None) -> Iterator[Call]:
     """Calls with keyword arguments, in a list or one a line: Llama 3.2 and 4, LFM2, OLMo 3."""
     blocks = [(m[m.lastindex or 0], m.span(m.lastindex or 0)) for m in _PYTHON.finditer(text)]
-    bare = re.fullmatch(r"\s*(\[.*\])\s*(?:<\|\w+\|>|</s>|<end_of_turn>)*\s*", text, re.DOTALL)
+    bare = re.fullmatch(r"\s*(\[.*\])(?:\s|<\|\w+\|>|</s>|<end_of_turn>)*", text, re.DOTALL)
     if not blocks and bare and tools:
         blocks = [(bare[1], bare.span(1))]
     for block, span in blocks:
@@ -299,24 +305,28 @@ class _Constants(ast.NodeTransformer):
         return ast.Constant(self.VALUES[node.id]) if node.id in self.VALUES else node
 
 
-_BRACED = re.compile(
-    rf"(?:<\|tool_call>|<start_function_call>)\s*call:(?P<name>{_NAME})(?P<body>\{{.*?\}})\s*"
-    r"(?:<tool_call\|>|<end_function_call>)",
-    re.DOTALL,
+_BRACED_OPENS = re.compile(
+    rf"(?:<\|tool_call>|<start_function_call>)\s*call:(?P<name>{_NAME})(?=\{{)"
 )
+_BRACED_CLOSES = re.compile(r"\}\s*(?:<tool_call\|>|<end_function_call>)")
 
 
 def _braced(text: str, _: Tools | None) -> Iterator[Call]:
     """JSON without quotes around keys, and with tags around strings: Gemma 4, FunctionGemma."""
-    for match in _BRACED.finditer(text):
-        parts = re.split(r'<\|"\|>|<escape>', match["body"])
-        for at, part in enumerate(parts):  # every second one is a string
-            parts[at] = json.dumps(part) if at % 2 else re.sub(r"([\w.$-]+)\s*:", r'"\1":', part)
+    at = 0
+    while match := _BRACED_OPENS.search(text, at):
+        if not (close := _BRACED_CLOSES.search(text, match.end())):
+            raise Broken
+        at = close.end()
+        parts = re.split(r'<\|"\|>|<escape>', text[match.end() : close.start() + 1])
+        for place, part in enumerate(parts):  # every second one is a string
+            quoted = re.sub(r"(?<![\w.$-])([\w.$-]+)\s*:", r'"\1":', part)
+            parts[place] = json.dumps(part) if place % 2 else quoted
         try:
             arguments = json.loads("".join(parts))
         except ValueError as error:
             raise Broken from error
-        yield Call(match["name"], arguments, match.span())
+        yield Call(match["name"], arguments, (match.start(), at))
 
 
 def _keys(text: str, _: Tools | None) -> Iterator[Call]:
@@ -383,5 +393,5 @@ def _is_a(written: str, kind: str) -> bool:
             value = read(written.strip())
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue
-        return value is None or isinstance(value, _TYPES[kind])
+        return value is None or type(value) in _TYPES[kind]  # True is no integer
     return False

@@ -32,6 +32,6 @@ def _is_json(text: str) -> bool:
         return False
     try:
         json.loads(stripped)
-    except ValueError:
+    except (ValueError, RecursionError):  # a loop of "[" is no JSON
         return False
     return True
