@@ -42,12 +42,12 @@ def test_room_is_twice_the_longest_known_answer_within_bounds() -> None:
         ),
         (
             {"max_model_len": 100}, 60, 100, 50,
-            "serve.max_model_len is 100, half of it for the answer, and known answers have up to "
-            "40 tokens",
-            "serve.max_model_len: 160",
+            "serve.max_model_len is 100, half of it for the answer, and generation_config.json of "
+            "the model has max_new_tokens 60, and known answers have up to 40 tokens",
+            "serve.max_model_len: 160 and serve.max_tokens: 80",
         ),
         (
-            {}, None, 100, 50,
+            {"max_tokens": 90}, 90, 100, 50,
             "the server takes 100 tokens, half of them for the answer, and known answers have up "
             "to 40 tokens",
             "serve.max_model_len: 160",
@@ -59,7 +59,7 @@ def test_what_cuts_is_named(
 ) -> None:
     found = answer_room([row(40)], ServeSection.model_validate(given), most, length)
     assert (found.asked, found.setting) == (room, setting)
-    assert found.cut == f"{cut}: set {setting} or more"
+    assert found.cut == f"{cut}: set {setting}, or more"
 
 
 def test_the_gates_say_what_cut(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from tuneserve.release.behaviour import (
     loops,
 )
 from tuneserve.release.bootstrap import Resampled
+from tuneserve.release.decisions import rounded_down, rounded_up
 from tuneserve.release.gate_report import markdown, write_report
 from tuneserve.release.gates import Evidence, Gate, GateReport, judge
 from tuneserve.release.judging import Measured
@@ -352,6 +353,16 @@ def test_answers_are_judged_by_shares() -> None:
     assert [g.name for g in gates if not g.passed] == ["answers end"]
     assert gates[0].would_pass == "gates.min_ended: 0.66" and "on and on" in gates[0].found
     assert judge_answers(GatesSection(), []) == []
+
+
+def test_shares_keep_two_digits_and_their_side() -> None:
+    """29 of 100 is 0.29 both ways, though 0.29 x 100 is 28.999999999999996."""
+    for value, down, up in (
+        (29 / 100, "0.29", "0.29"), (7 / 100, "0.07", "0.07"), (2 / 3, "0.66", "0.67"),
+        (1 / 3, "0.33", "0.34"), (1, "1", "1"), (0, "0", "0"), (0.996, "0.99", "1"),
+        (-0.0123, "-0.013", "-0.012"), (1234.0, "1200", "1300"),
+    ):  # fmt: skip
+        assert (rounded_down(value), rounded_up(value)) == (down, up)
 
 
 def test_what_would_pass_passes() -> None:

@@ -119,8 +119,22 @@ def test_what_merged_says_must_fit_into_what_the_server_gives(
     ]
     assert (
         "structured answers: 1 do not fit into the 64 tokens served, or the 12 of an answer "
-        "(serve.max_tokens)"
+        "(serve.max_tokens or the model's max_new_tokens)"
     ) in skipped
+
+
+def test_merged_answers_are_read_by_the_rules_of_today(
+    tmp_path: Path, asked: dict[str, Any]
+) -> None:
+    """An evaluation of the version before knew no tools, and took a call that was cut for one."""
+    old = line(0, "a", 26, merged='{"name": "x", "arguments": "{"}')
+    known = line(1, "b", 26, tools={"look": {"at": "string"}})
+    folder = evaluation(tmp_path / "e", [old, known])
+    found, _ = judging.read_structured(folder, [row("a"), row("b")], 64)
+    assert [(r.merged_parses, r.tools) for r in found] == [
+        (False, None),
+        (True, {"look": {"at": "string"}}),
+    ]
 
 
 def test_canaries_leave_half_for_their_prompt(tmp_path: Path, asked: dict[str, Any]) -> None:

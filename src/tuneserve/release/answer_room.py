@@ -1,4 +1,4 @@
-"""How long an answer may be, and which setting keeps it shorter than the trained ones need."""
+"""How long an answer may be, and which settings keep it shorter than the trained ones need."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from tuneserve.release.heldout import Row
 
 # An answer gets room for twice the longest known one, and what lies within these.
 _LEAST, _MOST = 64, 512
+# What limits every answer of a server.
+CUTS_ANSWERS = "serve.max_tokens or the model's max_new_tokens"
 
 
 @dataclass(frozen=True)
@@ -19,9 +21,9 @@ class AnswerRoom:
     Attributes:
         asked: What the proofs ask for.
         served: What the server gives at most, whoever asks.
-        cut: Which setting left less than an answer may need, and what to set; empty where none
+        cut: Which settings left less than an answer may need, and what to set; empty where none
             did.
-        setting: That setting with its new value, for the report; empty as well.
+        setting: These settings with their new values, for the report; empty as well.
     """
 
     asked: int = 256
@@ -48,15 +50,18 @@ def answer_room(
     tokens = min(wanted, served, max_model_len // 2)
     if tokens == wanted:
         return AnswerRoom(tokens, served)
-    need = f"known answers have up to {longest} tokens"
-    if served <= max_model_len // 2:
+    cuts = []
+    if served < wanted:
         name = f"serve.max_tokens is {served}"
         if serve.max_tokens is None:
             name = f"generation_config.json of the model has max_new_tokens {served}"
-        setting = f"serve.max_tokens: {wanted}"
-    else:
+        cuts.append((served, name, f"serve.max_tokens: {wanted}"))
+    if max_model_len // 2 < wanted:
         name = f"the server takes {max_model_len} tokens, half of them for the answer"
         if serve.max_model_len is not None:
             name = f"serve.max_model_len is {max_model_len}, half of it for the answer"
-        setting = f"serve.max_model_len: {2 * wanted}"
-    return AnswerRoom(tokens, served, f"{name}, and {need}: set {setting} or more", setting)
+        cuts.append((max_model_len // 2, name, f"serve.max_model_len: {2 * wanted}"))
+    names, settings = zip(*(cut[1:] for cut in sorted(cuts)), strict=True)
+    setting = " and ".join(settings)
+    need = f"known answers have up to {longest} tokens: set {setting}, or more"
+    return AnswerRoom(tokens, served, ", and ".join((*names, need)), setting)

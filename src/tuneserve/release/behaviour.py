@@ -18,7 +18,7 @@ from tuneserve.errors import ServerError
 from tuneserve.lm.callforms import Tools
 from tuneserve.lm.structured import Kind, parses
 from tuneserve.progress import Progress
-from tuneserve.release.answer_room import AnswerRoom
+from tuneserve.release.answer_room import CUTS_ANSWERS, AnswerRoom
 from tuneserve.release.decisions import Gate, rounded_down, rounded_up
 from tuneserve.release.unixhttp import ask
 from tuneserve.thresholds import CanarySection, GatesSection
@@ -190,7 +190,7 @@ def judge_canary(canary: CanarySection, answer: Answer, asked: int | None = None
     said = f"{text[:120]!r}" + (f": {', '.join(wrong)}" if wrong else "")
     if wrong and not answer.ended:
         said += f"; it was cut after {asked or canary.max_tokens} tokens"
-        said += ", by serve.max_tokens or the served length" if asked else " (its max_tokens)"
+        said += f", by {CUTS_ANSWERS} or the served length" if asked else " (its max_tokens)"
     return _share_gate(f"canary {canary.label!r}", not wrong, said, ", ".join(wanted), "")
 
 

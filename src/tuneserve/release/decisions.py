@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -118,16 +118,17 @@ class GateReport:
 
 def rounded_up(value: float) -> str:
     """Two significant digits, never below the value: advice that passes."""
-    return _two_digits(value, math.ceil)
+    return _two_digits(value, 1)
 
 
 def rounded_down(value: float) -> str:
     """Two significant digits, never above the value."""
-    return _two_digits(value, math.floor)
+    return _two_digits(value, -1)
 
 
-def _two_digits(value: float, to_whole: Callable[[float], int]) -> str:
-    if value == 0:
-        return "0"
-    digits = 1 - math.floor(math.log10(abs(value)))
-    return f"{to_whole(value * 10**digits) / 10**digits:.6g}"
+def _two_digits(value: float, side: int) -> str:
+    """The nearest such number, or its neighbour where that lies on the other side of the value."""
+    near = float(f"{value:.1e}")
+    if side * (near - value) < 0:
+        near += side * 10.0 ** (math.floor(math.log10(abs(value))) - 1)
+    return f"{near:.6g}"

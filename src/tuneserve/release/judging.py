@@ -20,8 +20,9 @@ from tuneserve.errors import InputError
 from tuneserve.lm import scores
 from tuneserve.lm.conversations import round_robin
 from tuneserve.lm.scores import TopScores
+from tuneserve.lm.structured import parses
 from tuneserve.release import behaviour
-from tuneserve.release.answer_room import AnswerRoom
+from tuneserve.release.answer_room import CUTS_ANSWERS, AnswerRoom
 from tuneserve.release.champion import ChampionScores, paired
 from tuneserve.release.decisions import Gate, GateReport
 from tuneserve.release.gates import Evidence, judge
@@ -264,7 +265,7 @@ def _structured(subject: Subject, skipped: list[str]) -> list[behaviour.Structur
         short = subject.room.served < subject.longest
         skipped.append(
             f"structured answers: {too_long} do not fit into the {subject.longest} tokens served"
-            + (f", or the {subject.room.served} of an answer (serve.max_tokens)" if short else "")
+            + (f", or the {subject.room.served} of an answer ({CUTS_ANSWERS})" if short else "")
         )
     wanted = subject.gates.structured_answers
     asked = wanted and subject.evaluation is not None
@@ -316,7 +317,8 @@ def read_structured(
                 prompt,
                 min(data["max_tokens"], room),
                 data["merged"],
-                data["parses"],
+                # By today's rules, as the served answer: an evaluation may be of another version.
+                parses(data["merged"], data["kind"], data.get("tools")),
                 data.get("tools"),
             )
         )
