@@ -55,6 +55,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="result file; default: print only")
     parser.add_argument("--keep-serving", action="store_true", help="leave the endpoint up")
     options = parser.parse_args()
+    if options.keep_serving and not options.folder:
+        parser.error("--keep-serving needs --folder: a temporary one goes when this ends")
     place = options.folder or Path(tempfile.mkdtemp(prefix="bench-run-"))
     place.mkdir(parents=True, exist_ok=True)
     try:
@@ -77,13 +79,18 @@ def measure(options: argparse.Namespace, place: Path) -> dict[str, Any]:
     environment = {**os.environ, "TUNESERVE_HOME": str(home)}
     planned = _tuneserve(environment, "plan", str(path), "--json")
     plan = json.loads(planned.stdout.splitlines()[-1]) if planned.returncode == 0 else {}
+    before = set((home / "runs").glob("*.json"))
     started = time.monotonic()
     with Sampler(home) as sampler:
-        done = _tuneserve(environment, "run", str(path), "--json", to_stderr=True)
-        wall = time.monotonic() - started
-        if not options.keep_serving:
-            _tuneserve(environment, "down", to_stderr=True)
-    records = sorted((home / "runs").glob("*.json"), key=lambda found: found.stat().st_mtime)
+        try:
+            done = _tuneserve(environment, "run", str(path), "--json", to_stderr=True)
+            wall = time.monotonic() - started
+        finally:
+            if not options.keep_serving:
+                _tuneserve(environment, "down", to_stderr=True)
+    records = [path for path in (home / "runs").glob("*.json") if path not in before]
+    if not records:
+        raise SystemExit(f"no run was begun (exit status {done.returncode}); its words are above")
     record = json.loads(records[-1].read_text())
     return {
         "bench": "run",
@@ -190,10 +197,12 @@ class Sampler:
     def _watch(self) -> None:
         try:
             import pynvml
-
+        except ImportError:
+            return
+        try:
             pynvml.nvmlInit()
             card = pynvml.nvmlDeviceGetHandleByIndex(0)
-        except (ImportError, pynvml.NVMLError):
+        except pynvml.NVMLError:
             return
         self.card = str(pynvml.nvmlDeviceGetName(card))
         idle = pynvml.nvmlDeviceGetMemoryInfo(card).used
