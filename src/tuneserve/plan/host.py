@@ -6,7 +6,7 @@ from tuneserve.config import RunFile
 from tuneserve.plan.arch import Arch
 from tuneserve.plan.constants import DEFAULT, Constants
 from tuneserve.plan.fusedstep import held_inputs
-from tuneserve.plan.later import GPU_FACTOR, MEMORY_FACTOR
+from tuneserve.plan.later import compares
 from tuneserve.plan.memory import Peak, Step
 
 
@@ -37,9 +37,8 @@ def export_host(
     if run.quantize.methods == ["none"]:
         return Peak({})
     parts = {"processes": constants.gpu_process_bytes}
-    checkpoint = 2 * arch.weights
-    on_gpu = GPU_FACTOR * checkpoint < gpu_room_bytes - constants.cuda_context_bytes
-    if not on_gpu and MEMORY_FACTOR * checkpoint <= free_bytes // 2:
+    on_gpu = compares(arch, gpu_room_bytes, gpu=True, constants=constants)
+    if not on_gpu and compares(arch, free_bytes, gpu=False, constants=constants):
         parts["model to compare with, in float32"] = 4 * arch.weights
     return Peak(parts)
 

@@ -73,7 +73,7 @@ def quantize_peak(
     if run.quantize.methods == ["none"]:
         return Peak({})
     exporting = _exporting(arch, run, gpu=gpu, constants=constants)
-    if room_bytes is None or not _compares(arch, room_bytes, gpu=gpu, constants=constants):
+    if room_bytes is None or not compares(arch, room_bytes, gpu=gpu, constants=constants):
         return exporting
     comparing = _comparing(arch, gpu=gpu, constants=constants)
     return max(exporting, comparing, key=lambda peak: peak.needed_bytes)
@@ -104,7 +104,7 @@ def _exporting(arch: Arch, run: RunFile, *, gpu: bool, constants: Constants) -> 
     return Peak(parts, droppable=("mapped checkpoint",))
 
 
-def _compares(arch: Arch, room_bytes: int, *, gpu: bool, constants: Constants) -> bool:
+def compares(arch: Arch, room_bytes: int, *, gpu: bool, constants: Constants) -> bool:
     """Whether the 16-bit model will be compared there, as `tuneserve.quantize.smoke` decides."""
     checkpoint = 2 * arch.weights
     if gpu:
