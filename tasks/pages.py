@@ -154,7 +154,7 @@ def planned_and_measured(results: list[StageResult]) -> list[dict[str, Any]]:
         if not result.artifact:
             continue
         plan = planned.get(result.stage, {})
-        on_gpu = "cuda" in str(plan.get("device", ""))
+        on_gpu = plan.get("device") == "GPU"
         peak = result.metrics.get("peak_gpu_bytes" if on_gpu else "peak_rss_bytes")
         rows.append(
             {
