@@ -59,18 +59,6 @@ def test_a_held_out_loss_that_is_not_finite_stops_the_run(
         assert note["step"] == 1 and np.isfinite(note["loss"])
 
 
-class Model:
-    """Only what is asked of one here."""
-
-    training = True
-
-    def eval(self) -> None:
-        """Nothing to change."""
-
-    def train(self, mode: bool) -> None:
-        """Nothing to change."""
-
-
 def test_every_rank_stops_for_a_row_of_another(
     tmp_path: Path, pico_model: Path, dataset: Artifact, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,10 +83,10 @@ def test_every_rank_stops_for_a_row_of_another(
     with monkeypatch.context() as patch:
         patch.setattr(collective, "totals", totals)
         with pytest.raises(TrainingDiverged, match=r"step 7: the loss of 1 of .*: eval.jsonl:5\n"):
-            tried._held_out_loss(Model(), 7)
+            tried._held_out_loss(torch.nn.Module(), 7)
     assert seen == [1, 3, 5, 7]
     # 4 rows of 2 nats over 4 tokens each
-    assert tried._held_out_loss(Model(), 7) == 0.5
+    assert tried._held_out_loss(torch.nn.Module(), 7) == 0.5
 
 
 def test_every_batch_of_an_evaluation_is_a_sign_of_life(

@@ -127,7 +127,11 @@ def test_the_losses_of_two_are_those_of_one(
     assert memory["peak_rss_bytes"] == max(each["peak_rss_bytes"] for each in memory["ranks"])
 
     sealed = json.loads((two.work / "checkpoint-2" / SEAL).read_text())
-    assert sealed["shape"] == {"steps": 4, "effective_batch": 8}
+    assert sealed["shape"] == {
+        "steps": 4,
+        "effective_batch": 8,
+        "products": "bfloat16 or float32",
+    }
 
     # What two wrote, one goes on with.
     context = several(tmp_path / "resumed", pico_model, dataset, gpus=1)

@@ -1,6 +1,7 @@
 """Put the fused forms on a loaded model, wherever they give what its own modules give. Engine file.
 
-Nothing is assumed of a family: a module is replaced only if its fused form agrees with it on a
+Nothing is assumed of a family: a linear layer is replaced only if it is torch's or bitsandbytes'
+own with a plain adapter; an MLP, a norm or the rotation only if its fused form agrees with it on a
 random input. What is not replaced stays as transformers and PEFT made it, and is as right, only
 slower and larger.
 """
