@@ -135,6 +135,8 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="new folder for our last export")
     parser.add_argument("--out", type=Path, help="result file; default bench/results/quantize.json")
     asked = parser.parse_args()
+    if asked.keep and asked.keep.exists():
+        parser.error(f"--keep {asked.keep} is there; name a folder that is not")
     out = None if asked.quick else (asked.out or ROOT / "bench/results/quantize.json").absolute()
     if asked.merge:
         result = merged(*(json.loads(path.read_text()) for path in asked.merge))
