@@ -8,6 +8,8 @@ the demo's training reached on two cores; how other numbers of cores do was not 
 
 from __future__ import annotations
 
+import re
+
 from tuneserve.plan.arch import Arch, lora_weights
 from tuneserve.plan.memory import Step
 
@@ -18,6 +20,7 @@ _PEAK_TERAFLOPS = (
     ("GH200", 990),
     ("H200", 990),
     ("H100 PCIe", 756),
+    ("H100 NVL", 835),
     ("H100", 990),
     ("H800", 990),
     ("A100", 312),
@@ -33,6 +36,8 @@ _PEAK_TERAFLOPS = (
     ("RTX 4090", 165),
     ("RTX 3090", 71),
 )
+# Of the same name, and slower: mobile and cut-down cards, a slice of one.
+_LESS = re.compile(r"\b(?:Laptop|Max-Q|MIG|4090 D)\b")
 _SHARE_OF_PEAK = 0.5
 # Operations a second of two cores that multiply bfloat16: 8 rows of 77 tokens in 1.08 s (SmolLM2).
 _CPU_FLOPS = 3.3e11
@@ -44,8 +49,12 @@ _LAUNCH_SECONDS_PER_BLOCK = 0.006
 
 
 def peak_flops(device: str) -> float | None:
-    """A card's dense bf16 rate by its name; None for one that is not known."""
-    return next((rate * 1e12 for name, rate in _PEAK_TERAFLOPS if name in device), None)
+    """A card's dense bf16 rate by its name; None for one that is not known, or a part of one."""
+    if _LESS.search(device):
+        return None
+    return next(
+        (rate * 1e12 for name, rate in _PEAK_TERAFLOPS if re.search(rf"\b{name}\b", device)), None
+    )
 
 
 def rate(step: Step, device: str) -> float | None:
