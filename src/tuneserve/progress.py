@@ -46,6 +46,7 @@ class Progress:
         self.done = 0
         self._started = time.monotonic()
         self._said = float("-inf")
+        self._said_done = 0
         self._first: tuple[float, int] | None = None  # when the first count came, and how many
 
     def __enter__(self) -> Progress:
@@ -57,7 +58,7 @@ class Progress:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if kind is None and self.done:
+        if kind is None and self.done != self._said_done:
             self._say("", force=True)
 
     def advance(self, count: int = 1, detail: str = "") -> None:
@@ -71,7 +72,7 @@ class Progress:
         now = time.monotonic()
         if not force and now - self._said < self.every_seconds:
             return
-        self._said = now
+        self._said, self._said_done = now, self.done
         elapsed = max(now - self._started, 1e-9)
         parts = [f"{self.done}/{self.total}" if self.total else f"{self.done}"]
         if self.total and 0 < self.done < self.total:
