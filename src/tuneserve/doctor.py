@@ -5,18 +5,18 @@ Nothing heavy is imported: versions come from the installed distributions' metad
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import re
 import shutil
-import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tuneserve.errors import TuneserveError
-from tuneserve.places import run_root, store_root
+from tuneserve.errors import PortTaken, TuneserveError
+from tuneserve.places import store_root
 from tuneserve.plan.machine import Gpu, driver_version, first_gpu, memory
 from tuneserve.progress import human_bytes
 
@@ -260,38 +260,20 @@ def _graded(name: str, value: int, limits: tuple[int, int], text: str, advice: s
 
 
 def _port(port: int) -> Finding:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-        # As a server would: connections that are only closing do not count.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(("127.0.0.1", port))
-        except PermissionError:
-            return Finding("port", "fail", f"{port} needs root", "set serve.port to 1024 or more")
-        except OSError:
-            if _is_ours(port):
-                return Finding("port", "ok", f"our own gateway listens on {port}")
-            return Finding("port", "warn", f"somebody listens on {port}", "set serve.port")
-    return Finding("port", "ok", f"{port} is free")
+    from tuneserve.release import entrance
+    from tuneserve.release.address import Listen, check_port
 
-
-def _is_ours(port: int) -> bool:
-    """Whether the gateway of this TUNESERVE_HOME has the port."""
-    if not run_root().is_dir():
-        return False
-    from tuneserve.release import entrance, state
-    from tuneserve.release.address import Listen
-    from tuneserve.release.layout import layout
-    from tuneserve.release.supervisor import Keeper
-
-    places = layout()
+    ours: frozenset[int] = frozenset()
+    with contextlib.suppress(TuneserveError):  # `status` says what is wrong there
+        ours = entrance.held()
     try:
-        known = state.read(places).gateway
-        listen = Listen(**known) if known else None
-        return (
-            listen is not None and port in listen.ports and entrance.listens(Keeper(places), listen)
-        )
-    except TuneserveError:  # `status` says what is wrong there
-        return False
+        check_port(Listen("127.0.0.1", port), but=ours)
+    except PortTaken as error:
+        rights = isinstance(error.__cause__, PermissionError)
+        return Finding("port", "fail" if rights else "warn", error.message, error.hint)
+    return Finding(
+        "port", "ok", f"our own gateway listens on {port}" if port in ours else f"{port} is free"
+    )
 
 
 def _program(name: str, program: str, package: str) -> Finding:

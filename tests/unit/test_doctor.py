@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -156,7 +157,9 @@ def test_port_taken_and_free() -> None:
         listener.listen()
         port = listener.getsockname()[1]
         taken = doctor._port(port)
-    assert taken.state == "warn" and str(port) in taken.found
+    assert taken.state == "warn"
+    assert taken.found.startswith(f"127.0.0.1:{port} is taken by process {os.getpid()} (")
+    assert taken.what_to_do == "end that process, or set serve.port to another port"
     assert doctor._port(port).state == "ok"
 
 

@@ -32,6 +32,12 @@ def base(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture(autouse=True)
+def nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`test_plan_address` is about who does."""
+    monkeypatch.setattr("tuneserve.release.entrance.check_early", lambda serve: None)
+
+
 def run(base: Path, **changes: Any) -> RunFile:
     data = {"train": ["a"], "max_length": 2048}
     return parse_run({"name": "t", "model": {"base": str(base)}, "data": data, **changes})

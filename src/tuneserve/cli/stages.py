@@ -117,7 +117,8 @@ def train(run_file: RunArgument, as_json: JsonOption = False) -> None:
     with hold(run, "tuneserve train", now()):
         base, dataset = validated(run)
         inputs = {"dataset": dataset.artifact or ""}
-        hints = execute(StageCall("plan", run, base, inputs)).metrics["hints"]["train"]
+        planned = execute(StageCall("plan", run, base, inputs, hints={"serves": False}))
+        hints = planned.metrics["hints"]["train"]
         result = execute(StageCall("train", run, base, inputs, hints=hints))
     show(result.to_json(), f"adapter: {result.path}", as_json)
 

@@ -17,8 +17,8 @@ def plan_run(run: RunFile, *, gpu_memory_bytes: int | None = None) -> dict[str, 
     """What `tuneserve plan` prints: the keys of `plan --json` and `table`, whether it fits or not.
 
     Only the base's small files are fetched. The rows are taken to be as long as `data.max_length`.
-    That the installed torch could not use the card, or that local data are not there yet, is a
-    warning here; a run is refused for it.
+    That the installed torch could not use the card, that local data are not there yet, or that
+    somebody else listens on `serve.port`, is a warning here; a run is refused for it.
 
     Raises:
         RunFileError: The run would fail later for reasons that show already.
@@ -31,10 +31,22 @@ def plan_run(run: RunFile, *, gpu_memory_bytes: int | None = None) -> dict[str, 
     found = plan_for(run, base_dir=peek_base(run.model), gpu_memory_bytes=gpu_memory_bytes)
     if idle := card_left_idle(run, found.machine):
         log.warning("%s; %s", idle.message, idle.hint)
+    if not found.machine.supposed:
+        _warn_of_address(run)
     for name, paths in (("train", run.data.train), ("eval", run.data.eval)):
         for path in filter(_missing, paths):
             log.warning("data.%s: %s: there is no such file; the run will need it", name, path)
     return found.to_json()
+
+
+def _warn_of_address(run: RunFile) -> None:
+    from tuneserve.errors import TuneserveError
+    from tuneserve.release.entrance import check_early
+
+    try:
+        check_early(run.serve)
+    except TuneserveError as error:
+        log.warning("the run would be refused: %s; %s", error.message, error.hint)
 
 
 def _missing(path: str) -> bool:

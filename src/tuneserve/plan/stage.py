@@ -24,6 +24,7 @@ def run(context: StageContext) -> dict[str, Any]:
 
     Raises:
         RunFileError: The run would fail later for reasons that show already.
+        PortTaken: Somebody else listens where the gateway should.
         ResourceError: There is a card, and a torch that cannot use it.
         OutOfMemory: A stage cannot fit into memory; the hint says what to change.
         DiskFull: The artifacts would not fit on the store's disk.
@@ -39,6 +40,10 @@ def run(context: StageContext) -> dict[str, Any]:
     if found := card_left_idle(context.run, plan.machine):
         raise found
     refuse(plan)
+    if context.hints.get("serves", True):
+        from tuneserve.release.entrance import check_early
+
+        check_early(context.run.serve)
     return plan.to_json()
 
 

@@ -254,14 +254,16 @@ def _bind_once(listen: Listen, port: int) -> None:
         except OSError as error:
             if error.errno in (98, 13):  # EADDRINUSE, EACCES
                 who = f" by {holder}" if (holder := port_holder(port)) else ""
-                what = f"is taken{who}" if error.errno == 98 else "needs more rights than ours"
+                taken = error.errno == 98
+                what = f"is taken{who}" if taken else "needs more rights than ours"
                 serves = port == listen.port
+                other = "end that process, or set serve.port to another port"
                 raise PortTaken(
                     f"{listen.host}:{port} {what}",
                     expected="a free port for the gateway"
                     if serves
                     else f"port {port} for the gateway too: a public authority asks there",
-                    hint="end that process, or set serve.port to another port"
+                    hint=(other if taken else "set serve.port to 1024 or more")
                     if serves
                     else f"free port {port}, or use serve.tls: internal or certificate files",
                 ) from error

@@ -13,20 +13,73 @@ import fcntl
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from tuneserve.artifacts import write_json_atomic
+from tuneserve.config import ServeSection
 from tuneserve.errors import RunFileError, ServerError, TuneserveError
+from tuneserve.places import run_root
 from tuneserve.release import gateway, state
-from tuneserve.release.address import Listen, answers, check_port, ports_of
-from tuneserve.release.layout import Layout
+from tuneserve.release.address import Listen, answers, check_port, listen_for, ports_of
+from tuneserve.release.keys import read_keys
+from tuneserve.release.layout import Layout, layout
 from tuneserve.release.supervisor import GATEWAY, Keeper, Program, tail
 
 log = logging.getLogger(__name__)
 
 _START_SECONDS = 15.0
+
+
+def listen_of(serve: ServeSection, keys: Mapping[str, str]) -> Listen:
+    """How a run file asks to listen, with API keys by name.
+
+    Raises:
+        RunFileError: See `listen_for`.
+    """
+    return listen_for(
+        serve.host,
+        serve.port,
+        keys,
+        hold_seconds=serve.longest_hold_seconds,
+        tls=serve.tls,
+        certificate=serve.tls_certificate,
+        key=serve.tls_key,
+    )
+
+
+def check_early(serve: ServeSection) -> None:
+    """Ask before anything is trained what `check` asks when it is to be released.
+
+    Where the gateway runs in other namespaces nothing is asked: who listens there cannot be seen.
+
+    Raises:
+        RunFileError, PortTaken: See `check` and `listen_for`.
+    """
+    # The key itself is checked where the run starts, and written down by the release.
+    keys = {serve.api_key_env: ""} if serve.api_key_env else {}
+    if not run_root().is_dir():
+        check_port(listen_of(serve, keys))
+        return
+    places = layout()
+    keeper = Keeper(places)
+    listen = listen_of(serve, {**read_keys(places.keys), **keys})
+    if not (keeper.running() and keeper.is_elsewhere()):
+        check(places, keeper, listen, serve.name)
+
+
+def held() -> frozenset[int]:
+    """The ports that the gateway of this TUNESERVE_HOME listens on now.
+
+    Raises:
+        TuneserveError: What runs there cannot be read.
+    """
+    if not run_root().is_dir():
+        return frozenset()
+    places = layout()
+    known = state.read(places).gateway
+    return _held(Keeper(places), Listen(**known) if known else None)
 
 
 def check(

@@ -145,16 +145,7 @@ def _listen(request: ReleaseRequest, keys_file: Path) -> address.Listen:
                 hint=f"export {serve.api_key_env}=...",
             )
         keys.add_key(keys_file, serve.api_key_env, value)
-    known = keys.read_keys(keys_file)
-    return address.listen_for(
-        serve.host,
-        serve.port,
-        known,
-        hold_seconds=serve.longest_hold_seconds,
-        tls=serve.tls,
-        certificate=serve.tls_certificate,
-        key=serve.tls_key,
-    )
+    return entrance.listen_of(serve, keys.read_keys(keys_file))
 
 
 def _room(
