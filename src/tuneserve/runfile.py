@@ -83,7 +83,7 @@ def parse_run(data: dict[str, Any], *, source: str = "run", folder: Path | None 
     try:
         run = RunFile.model_validate(data)
     except ValidationError as error:
-        raise _all_problems(error, source) from error
+        raise _all_problems(error, source) from None
     return run if folder is None else _absolute(run, folder)
 
 
@@ -96,7 +96,7 @@ def make_section(kind: type[AnySection], source: str, **values: Any) -> AnySecti
     try:
         return kind(**values)
     except ValidationError as error:
-        raise _all_problems(error, source) from error
+        raise _all_problems(error, source) from None
 
 
 def _all_problems(error: ValidationError, source: str) -> RunFileError:
