@@ -16,8 +16,8 @@ log = logging.getLogger(__name__)
 def plan_run(run: RunFile, *, gpu_memory_bytes: int | None = None) -> dict[str, Any]:
     """What `tuneserve plan` prints: the keys of `plan --json` and `table`, whether it fits or not.
 
-    Only the base's small files are fetched. The rows are taken to be as long as `data.max_length`.
-    That the installed torch could not use the card, that local data are not there yet, or that
+    Only the base's small files are fetched. The rows are those of the dataset that `validate` made
+    of the same data; until it did they are taken to be as long as `data.max_length`. That the installed torch could not use the card, that local data are not there yet, or that
     somebody else listens on `serve.port`, is a warning here; a run is refused for it.
 
     Raises:
@@ -26,9 +26,18 @@ def plan_run(run: RunFile, *, gpu_memory_bytes: int | None = None) -> dict[str, 
     """
     from tuneserve.checkpoint.base import peek_base
     from tuneserve.plan.build import plan_for
+    from tuneserve.plan.rows import data_shape
     from tuneserve.plan.stage import card_left_idle
+    from tuneserve.plan.validated import validated_dataset
 
-    found = plan_for(run, base_dir=peek_base(run.model), gpu_memory_bytes=gpu_memory_bytes)
+    base = peek_base(run.model)
+    dataset = validated_dataset(run, base)
+    found = plan_for(
+        run,
+        base_dir=base,
+        gpu_memory_bytes=gpu_memory_bytes,
+        data=data_shape(dataset.path, dataset.id) if dataset else None,
+    )
     if idle := card_left_idle(run, found.machine):
         log.warning("%s; %s", idle.message, idle.hint)
     if not found.machine.supposed:

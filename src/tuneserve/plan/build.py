@@ -57,6 +57,7 @@ class Plan:
     blue_green_fits: bool
     trains_while_serving: bool
     download_bytes: int
+    data: DataShape | None = None
     advice: tuple[Advice, ...] = ()
     warnings: tuple[str, ...] = field(default=())
     several: Ways | None = None
@@ -94,6 +95,7 @@ class Plan:
         return {
             "fits": self.fits,
             "device": self.machine.device,
+            "dataset": (self.data.dataset or None) if self.data else None,
             "parameters": self.arch.weights,
             "stages": {
                 name: {**stage.to_json(), "seconds": _rough(self.times.stages.get(name))}
@@ -246,6 +248,7 @@ def plan_for(
         blue_green_fits=both,
         trains_while_serving=peak.needed_bytes + served.peak.needed_bytes <= total,
         download_bytes=0 if has_weights else 2 * arch.weights,
+        data=data,
         advice=tuple(advice),
         warnings=tuple(warnings(run, arch, data, gpu=on_gpu)),
         several=ways(arch, step, room.train, constants),

@@ -11,10 +11,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class DataShape:
-    """Row lengths in tokens, longest first; tool calls anywhere in the conversations."""
+    """Row lengths in tokens, longest first; tool calls anywhere in the conversations; the id of the
+    dataset artifact, where they are read from one."""
 
     lengths: tuple[int, ...]
     has_tool_calls: bool = False
+    dataset: str = ""
 
     @property
     def rows(self) -> int:
@@ -27,14 +29,17 @@ class DataShape:
         return self.lengths[0] if self.lengths else 0
 
 
-def data_shape(folder: Path) -> DataShape:
-    """Read a dataset artifact's columns that matter here; the token ids themselves stay on disk."""
+def data_shape(folder: Path, dataset: str = "") -> DataShape:
+    """Read the columns that matter here of the dataset artifact of this id; the token ids
+    themselves stay on disk.
+    """
     import pyarrow.compute
     import pyarrow.parquet
 
     column = pyarrow.parquet.read_table(folder / "train.parquet", columns=["input_ids"])[0]
     lengths = sorted(pyarrow.compute.list_value_length(column).to_pylist(), reverse=True)
-    return DataShape(tuple(lengths), _has_tool_calls(folder / "train_messages.jsonl"))
+    has_tool_calls = _has_tool_calls(folder / "train_messages.jsonl")
+    return DataShape(tuple(lengths), has_tool_calls, dataset)
 
 
 def data_shape_from_metrics(metrics: Mapping[str, Any] | None) -> DataShape | None:

@@ -33,7 +33,7 @@ def run(context: StageContext) -> dict[str, Any]:
     plan = plan_for(
         context.run,
         base_dir=context.base or peek_base(context.run.model),
-        data=data_shape(dataset.path) if dataset else None,
+        data=data_shape(dataset.path, dataset.id) if dataset else None,
     )
     for warning in plan.warnings:
         log.warning("%s", warning)

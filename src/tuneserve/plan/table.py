@@ -30,6 +30,7 @@ def table(plan: Plan) -> str:
         f"{human_bytes(machine.disk_free_bytes)} free"
         + (f"; download {human_bytes(plan.download_bytes)}" if plan.download_bytes else ""),
         "",
+        _data_line(plan),
         f"train: {many(plan.step.micro_batch, 'row')} of up to {plan.step.length} tokens a pass, "
         f"{many(plan.step.accumulation, 'pass')} a step"
         + (f" on each of {plan.step.gpus} GPUs" if plan.step.gpus > 1 else "")
@@ -53,6 +54,18 @@ def table(plan: Plan) -> str:
         lines.append(f"the disk of {machine.disk_path} is too small")
     lines += [f"  {number}. {advice}" for number, advice in enumerate(plan.advice, 1)]
     return "\n".join(lines)
+
+
+def _data_line(plan: Plan) -> str:
+    """Which rows were planned with."""
+    data = plan.data
+    if data is None:
+        return (
+            f"data: not validated yet, so every row counts as long as data.max_length "
+            f"({plan.step.length} tokens)"
+        )
+    whose = f" of {data.dataset}" if data.dataset else ""
+    return f"data: {many(data.rows, 'row')}{whose}, the longest of {data.longest} tokens"
 
 
 def _host_lines(plan: Plan) -> list[str]:
