@@ -113,7 +113,8 @@ def test_what_is_no_size_is_refused(text: str) -> None:
         ("name: a\nname: b\n", ":2:1: the key 'name' occurs twice"),
         ("name: [a\n", ":2:1: "),
         ("- a\n", "holds list"),
-        ("", "holds NoneType"),
+        ("", "run.yaml: is empty"),
+        ("# name: a\n", "run.yaml: is empty"),
     ],
 )
 def test_broken_yaml_says_where(tmp_path: Path, content: str, where: str) -> None:
@@ -122,6 +123,65 @@ def test_broken_yaml_says_where(tmp_path: Path, content: str, where: str) -> Non
     with pytest.raises(RunFileError) as caught:
         load_run_file(path)
     assert f"{path}" in caught.value.message and where in caught.value.message
+
+
+def test_wrong_fields_are_named_with_their_lines_and_what_was_meant(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "name: a\n"
+        "model: {base: org/name}\n"
+        "data:\n"
+        "  train:\n"
+        "    - a.jsonl\n"
+        "    - 3\n"
+        "train:\n"
+        "  learning_rat: 1e-4\n"
+        "  lora:\n"
+        "    r: 0\n"
+        "  max_length: 512\n"
+        "  zzz: 1\n"
+        "serv: {port: 80}\n"
+        "gates: {}\n"
+    )
+    with pytest.raises(RunFileError) as caught:
+        load_run_file(path)
+    head, *lines = caught.value.message.split("\n  ")
+    assert head == f"{path}: 6 fields are wrong"
+    said = {line.removeprefix(f"{path}:") for line in lines if line.startswith(f"{path}:")}
+    assert len(said) == 6
+    assert said >= {
+        "8: train.learning_rat: there is no such field; did you mean train.learning_rate?",
+        "11: train.max_length: there is no such field; did you mean data.max_length?",
+        "12: train.zzz: there is no such field",
+        "13: serv: there is no such field; did you mean serve?",
+    }
+    assert {line.split(": ")[:2] == ["10", "train.lora.r"] for line in said} == {True, False}
+    assert {line.split(": ")[:2] == ["6", "data.train.1"] for line in said} == {True, False}
+
+
+def test_a_missing_field_has_the_line_of_its_section(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("name: a\n\nmodel: {revision: main}\n")
+    with pytest.raises(RunFileError) as caught:
+        load_run_file(path)
+    assert caught.value.message == (
+        f"{path}: 2 fields are wrong\n  {path}:3: model.base: is missing\n  data: is missing"
+    )
+    assert caught.value.details == {"fields": ["model.base", "data"]}
+
+
+def test_lines_are_found_in_a_text_of_aliases_within_aliases(tmp_path: Path) -> None:
+    """Forty levels of two would be 10^12 places."""
+    path = tmp_path / "run.yaml"
+    levels = "".join(f"k{n}: &k{n} [*k{n - 1}, *k{n - 1}]\n" for n in range(1, 41))
+    path.write_text(f"k0: &k0 [1, 1]\n{levels}")
+    with pytest.raises(RunFileError, match=re.escape(f"{path}:41: k40: there is no such field")):
+        load_run_file(path)
+
+
+def test_a_run_without_a_text_has_the_suggestion_alone() -> None:
+    error = wrong(serve__prot=80)
+    assert error.message.endswith("serve.prot: there is no such field; did you mean serve.port?")
 
 
 def test_yaml_can_not_make_python_objects(tmp_path: Path) -> None:

@@ -17,8 +17,9 @@ def plan_run(run: RunFile, *, gpu_memory_bytes: int | None = None) -> dict[str, 
     """What `tuneserve plan` prints: the keys of `plan --json` and `table`, whether it fits or not.
 
     Only the base's small files are fetched. The rows are those of the dataset that `validate` made
-    of the same data; until it did they are taken to be as long as `data.max_length`. That the installed torch could not use the card, that local data are not there yet, or that
-    somebody else listens on `serve.port`, is a warning here; a run is refused for it.
+    of the same data; until it did they are taken to be as long as `data.max_length`. That the
+    installed torch could not use the card, that local data are not there yet, or that somebody else
+    listens on `serve.port`, is a warning here; a run is refused for it.
 
     Raises:
         RunFileError: The run would fail later for reasons that show already.
