@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,8 @@ def behave(context: Any) -> dict[str, Any]:
             (context.out / "result.txt").write_text("done")
         case "hang":
             _hang(settings)
+        case "smoke step":
+            _smoke_step(context)
         case "hang with a child":
             _hang_with_a_child(folder / "hanging.json")
         case "wait":
@@ -300,6 +303,19 @@ def _hang(settings: Any) -> None:
     stream.flush()
     while True:
         signal.pause()
+
+
+def _smoke_step(context: Any) -> None:
+    """Be in the step that shows whether a training fits, and take SIGTERM as told."""
+    # The real one imports torch.
+    sys.modules["tuneserve.train.collective"] = types.SimpleNamespace(rank=lambda: 0)  # type: ignore[assignment]
+    from tuneserve.train import stage
+
+    stage._note(context, stage.Rung(stage.recipe_of(context, 64), True), "smoke")
+    takes = {"dies": signal.SIG_DFL, "deaf": signal.SIG_IGN}  # deaf: as in a long computation
+    if context.settings["takes"] in takes:
+        signal.signal(signal.SIGTERM, takes[context.settings["takes"]])
+    _hang(context.settings)
 
 
 def _hang_with_a_child(note: Path) -> None:

@@ -249,10 +249,14 @@ class Store:
             stream.flush()
             yield
 
+    def work(self, id: str) -> Path:
+        """Where attempts at `id` leave what the next one can use; there while one is under way."""
+        return self.root / ".work" / id
+
     @contextlib.contextmanager
     def draft(self, id: str) -> Iterator[Draft]:
         """An empty folder for artifact `id`, gone again when the body raises. Hold `lock(id)`."""
-        draft = Draft(id, self.root / ".drafts" / id, self.root / ".work" / id)
+        draft = Draft(id, self.root / ".drafts" / id, self.work(id))
         shutil.rmtree(draft.path, ignore_errors=True)  # left by an attempt that was killed
         draft.path.mkdir(parents=True)
         draft.work.mkdir(parents=True, exist_ok=True)

@@ -28,6 +28,7 @@ from tuneserve.devices import visible_gpus
 from tuneserve.errors import DiskFull, OutOfMemory, TuneserveError
 from tuneserve.process import HELD_LOCKS_VARIABLE, PARENT_PIPE_VARIABLE
 from tuneserve.stages import STAGES, StageContext, StageSpec
+from tuneserve.stops import note_stop
 from tuneserve.versions import package_versions
 
 log = logging.getLogger(__name__)
@@ -94,6 +95,7 @@ def end_with_parent() -> None:
     def watch() -> None:
         while os.read(descriptor, 1):
             pass
+        note_stop()
         os.killpg(os.getpgid(0), signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True, name="parent-watch").start()

@@ -33,6 +33,7 @@ from tuneserve.errors import (
 from tuneserve.remote import RemoteStore
 from tuneserve.runlock import held_descriptors
 from tuneserve.stagelog import kept_log, to_stderr
+from tuneserve.stops import new_attempt, note_stop
 
 log = logging.getLogger(__name__)
 
@@ -66,10 +67,11 @@ def run_stage(
     """
     store, remote = call.store, open_remote(call.run)
     store.note_use(*call.inputs.values())
-    id, key = None, None
+    id, key, attempt = None, None, {}
     if call.spec.makes:
         key = call.key()
         id = artifact_id(call.spec.makes, key)
+        attempt = new_attempt(store.work(id))
         store.note_use(id)  # first, so that nobody sweeps it away between
     if remote:
         _say_needs(remote, call, id)
@@ -104,6 +106,8 @@ def run_stage(
                     [*command, str(request_path), str(result_path)],
                     log_line=write,
                     timeout_seconds=limit,
+                    environment=attempt,
+                    on_stop=lambda: note_stop(attempt),
                     term_seconds=_RELEASE_TERM_SECONDS
                     if call.stage == "release"
                     else _TERM_SECONDS,
@@ -160,8 +164,11 @@ def run_child(
     timeout_seconds: float | None = None,
     environment: Mapping[str, str] | None = None,
     term_seconds: float = _TERM_SECONDS,
+    on_stop: Callable[[], None] = lambda: None,
 ) -> tuple[int, list[str]]:
     """Run a command as a session of its own that cannot outlive us.
+
+    `on_stop` is called before we send it a signal, and when one that is not SIGKILL ended it.
 
     Returns:
         Its exit status (negative: the signal that ended it) and the last lines it wrote.
@@ -220,26 +227,33 @@ def run_child(
     reader = threading.Thread(target=pump, daemon=True)
     reader.start()
     try:
-        child.wait(timeout_seconds)
+        status = child.wait(timeout_seconds)
+        if _signal_number(status) not in (0, signal.SIGKILL):
+            on_stop()
     except subprocess.TimeoutExpired as error:
         raise StageTimeout(
             f"{' '.join(command[:5])} took longer than {timeout_seconds:.0f} s and was ended",
             hint="raise the limit, or make the stage smaller",
         ) from error
     finally:
-        end_group(child, term_seconds)
+        end_group(child, term_seconds, on_stop)
         os.close(writing)
         reader.join(timeout=5)
     return child.returncode, tail
 
 
-def end_group(child: subprocess.Popen[str], term_seconds: float = _TERM_SECONDS) -> None:
+def end_group(
+    child: subprocess.Popen[str], term_seconds: float, on_stop: Callable[[], None]
+) -> None:
     """End a child's whole process group: TERM while the child lives, then KILL whatever is left."""
     if child.poll() is None:
+        on_stop()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(term_seconds)
+        if child.returncode is None:
+            on_stop()  # it may have gone on, and have left something only then
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
@@ -260,10 +274,7 @@ def _read_result(stage: str, path: Path, status: int, tail: list[str]) -> dict[s
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        # As shells and our SIGTERM handler say it; 255 is what a broken wrapper ends with.
-        number = -status if status < 0 else status - 128
-        if status > 0 and number not in signal.valid_signals():
-            number = 0
+        number = _signal_number(status)
         how = f"was killed by {_signal(number)}" if number > 0 else f"ended with status {status}"
         hint = "signal 9 is often the kernel's answer to too little memory" if number == 9 else ""
         kind = StageKilled if number in FROM_OUTSIDE else StageCrashed
@@ -275,6 +286,14 @@ def _read_result(stage: str, path: Path, status: int, tail: list[str]) -> dict[s
     if "error" in result:
         raise TuneserveError.from_json(result["error"])
     return dict(result)
+
+
+def _signal_number(status: int) -> int:
+    """The signal that ended a process, as its exit status says; 0: none did."""
+    if status < 0:
+        return -status
+    # As shells and our SIGTERM handler say it; 255 is what a broken wrapper ends with.
+    return status - 128 if status - 128 in signal.valid_signals() else 0
 
 
 def _signal(number: int) -> str:

@@ -91,7 +91,10 @@ def test_it_ends_with_the_same_bytes(
     assert {p.name for p in context.work.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
     with caplog.at_level(logging.INFO):
         metrics = run(context)
-    assert "going on from the checkpoint of step 4" in caplog.text
+    first = caplog.text.index("7 steps of 4 rows: micro-batch ")
+    assert "; goes on from the checkpoint of step 4, once it is checked\n" in caplog.text[first:]
+    tried = caplog.text.index("trying the longest rows once")
+    assert first < tried < caplog.text.index("going on from the checkpoint of step 4")
     assert "adamw_torch instead of paged_adamw_8bit" in caplog.text
     assert metrics["steps"] == 7
     assert {name: file_sha256(context.out / name) for name in FILES} == undisturbed
@@ -116,6 +119,8 @@ def test_a_damaged_checkpoint_is_skipped(
         (newest / "sealed.json").unlink()
     with caplog.at_level(logging.INFO):
         run(context)
+    named = 4 if damage == "cut" else 2  # an unfinished one is known without reading it
+    assert f"; goes on from the checkpoint of step {named}, once it is checked\n" in caplog.text
     assert "step 4 is damaged" in caplog.text
     assert "going on from the checkpoint of step 2" in caplog.text
     assert {name: file_sha256(context.out / name) for name in FILES} == undisturbed

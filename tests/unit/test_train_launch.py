@@ -111,6 +111,10 @@ def context_in(folder: Path, **train: Any) -> StageContext:
         (OURS, {1: 1}, DataError, True),
         (LOST, {1: 1}, StageCrashed, True),
         (None, {1: -9}, StageKilled, False),
+        (LOST, {0: 1, 1: -9}, StageKilled, False),
+        (None, {1: -15}, StageKilled, True),  # told to end, as by an operator or a service manager
+        (None, {0: -9, 1: -15}, StageKilled, True),
+        (None, {1: -2}, StageKilled, True),
     ],
 )
 def test_only_a_kill_leaves_the_next_call_something_to_conclude(

@@ -97,6 +97,10 @@ class Attempt:
             self.timeline.phase("smoke")
             collective.wait_for_all()  # so that no rank is in another phase than is noted
             note("smoke")
+            log.info(
+                "trying the longest rows once, to see that they fit (as long as a step may take; "
+                "the first is slower)"
+            )
             smoke_step(trainer, self.rows, self.recipe, self.checkpointing, self.timeline.phase)
             check_room(self.limit_bytes)
             collective.wait_for_all()

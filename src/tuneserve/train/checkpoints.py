@@ -39,10 +39,14 @@ def seal(folder: Path, shape: Mapping[str, int | str] | None = None) -> None:
     write_json_atomic(folder / SEAL, {"files": files, "shape": dict(shape or {})})
 
 
+def newest_sealed(work: Path) -> int | None:
+    """The step of the newest finished checkpoint, whose files are not read; None without one."""
+    return max((step for step, folder in _all(work) if (folder / SEAL).exists()), default=None)
+
+
 def latest_whole(work: Path) -> tuple[Path, int] | None:
     """The newest undamaged checkpoint and its step; damaged ones are removed and said so."""
-    found = [(int(m.group(1)), p) for p in work.iterdir() if (m := _NAME.fullmatch(p.name))]
-    for step, folder in sorted(found, reverse=True):
+    for step, folder in sorted(_all(work), reverse=True):
         why = _damage(folder)
         if not why:
             return folder, step
@@ -66,6 +70,10 @@ def check_shape(folder: Path, shape: Mapping[str, int | str]) -> None:
             expected="a checkpoint of the same steps and type of products",
             hint="go on as it was made, or remove this folder to train from the beginning",
         )
+
+
+def _all(work: Path) -> list[tuple[int, Path]]:
+    return [(int(m.group(1)), p) for p in work.iterdir() if (m := _NAME.fullmatch(p.name))]
 
 
 def _damage(folder: Path) -> str:

@@ -88,7 +88,7 @@ def attempt(
         context: The stage's.
         micro_batch: Rows a forward pass of one process.
         checkpointing: Whether to recompute activations.
-        ended: Called when the ranks are gone for another reason than a kill, before that is
+        ended: Called when the ranks are gone for another reason than SIGKILL, before that is
             raised: how far they were then says nothing about memory.
 
     Returns:
@@ -117,8 +117,9 @@ def attempt(
         if "did_not_fit" in outcome:
             return None, f"rank {rank}: {outcome['did_not_fit']}", memory
     error = _error(outcomes, died)
-    if not isinstance(error, StageKilled):
-        ended()
+    signals = {-status for status in died.values()} & set(FROM_OUTSIDE)
+    if not isinstance(error, StageKilled) or signals != {signal.SIGKILL}:
+        ended()  # whoever sends another signal asks for an end: that is not the kernel's way
     raise error
 
 

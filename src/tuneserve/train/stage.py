@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from tuneserve.artifacts import write_json_atomic
@@ -22,7 +23,8 @@ from tuneserve.lm.exhausted import is_out_of_memory, said
 from tuneserve.lm.rows import Rows, read_rows
 from tuneserve.plan.several import NCCL_BYTES
 from tuneserve.stages import StageContext
-from tuneserve.train import oom
+from tuneserve.stops import this_attempt, was_stopped
+from tuneserve.train import checkpoints, oom
 from tuneserve.train.curves import plot_loss, plot_memory, read_curve
 from tuneserve.train.memory import MemoryTimeline, of_ranks
 from tuneserve.train.recipe import OFFLOAD, Recipe, make_recipe
@@ -129,11 +131,16 @@ class Rung:
 Tried = Callable[[Rung], tuple[dict[str, Any] | None, str]]
 
 
-def _climb_down(rung: Rung, attempt_at: Tried) -> dict[str, Any]:
+def _climb_down(work: Path, rung: Rung, attempt_at: Tried) -> dict[str, Any]:
     """Metrics of the first rung that fits."""
     tried: list[str] = []
     while True:
-        log.info("%d steps of %d rows: %s", rung.recipe.steps, rung.recipe.effective_batch, rung)
+        step = checkpoints.newest_sealed(work)
+        goes_on = (
+            f"; goes on from the checkpoint of step {step}, once it is checked" if step else ""
+        )
+        recipe = rung.recipe
+        log.info("%d steps of %d rows: %s%s", recipe.steps, recipe.effective_batch, rung, goes_on)
         metrics, why = attempt_at(rung)
         if metrics is not None:
             return {**metrics, "did_not_fit": tried}
@@ -149,7 +156,9 @@ def _alone(context: StageContext, rows: Rows, held_out: Rows, rung: Rung) -> dic
     import torch
 
     with MemoryTimeline(torch.cuda.is_available()) as timeline:
-        metrics = _climb_down(rung, lambda at: attempt(context, rows, held_out, at, timeline))
+        metrics = _climb_down(
+            context.work, rung, lambda at: attempt(context, rows, held_out, at, timeline)
+        )
     _write_memory(context, timeline.to_json(None))
     return metrics
 
@@ -175,7 +184,7 @@ def _together(context: StageContext, rung: Rung) -> dict[str, Any]:
         memory[:] = found
         return metrics, why
 
-    metrics = _climb_down(rung, attempt_at)
+    metrics = _climb_down(context.work, rung, attempt_at)
     together = of_ranks(memory)
     _write_memory(context, together)
     if "peak_reserved_bytes" in together:
@@ -256,6 +265,7 @@ def _note(context: StageContext, rung: Rung, phase: str) -> None:
         "micro_batch": rung.recipe.micro_batch,
         "checkpointing": rung.checkpointing,
         "phase": phase,
+        "attempt": this_attempt(),
     }
     write_json_atomic(context.work / _RUNG, state)
 
@@ -268,14 +278,18 @@ def _forget(context: StageContext) -> None:
 
 
 def _start(context: StageContext, top: Rung) -> Rung:
-    """The rung to begin with: the last one tried, or one below if its smoke step was killed."""
+    """The rung to begin with: the last one tried, or one below if its smoke step was killed.
+
+    A kill that followed a stop does not count: the smoke step may be deaf to anything milder.
+    """
     try:
         state = json.loads((context.work / _RUNG).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return top
     recipe = top.recipe.with_micro_batch(min(top.recipe.micro_batch, int(state["micro_batch"])))
     last = Rung(recipe, state["checkpointing"] or top.checkpointing)
-    if state["phase"] != "smoke":  # a kill at another time says nothing about memory
+    # A kill at another time says nothing about memory.
+    if state["phase"] != "smoke" or was_stopped(context.work, state.get("attempt", "")):
         return last
     below = last.next()
     if below is None:

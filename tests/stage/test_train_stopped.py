@@ -1,0 +1,98 @@
+"""A stop in the smoke step is no lack of memory, however the process ended: real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shim import run_file
+from tuneserve.calls import StageCall
+from tuneserve.process import _signal_number
+from tuneserve.stages import StageContext
+from tuneserve.stops import new_attempt, note_stop, was_stopped
+from tuneserve.train import stage
+
+WAIT_SECONDS = 60
+
+# As `tuneserve train` does it, with less patience for a child that does not hear.
+_PARENT = """
+import json, signal, sys
+from tuneserve import process
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, lambda got, _: sys.exit(128 + got))
+process._TERM_SECONDS = 0.3
+process.run_stage(process.StageCall.from_json(json.load(open(sys.argv[1]))))
+"""
+
+
+@pytest.mark.parametrize(
+    ("whom", "how", "takes", "memory"),
+    [
+        ("parent", signal.SIGTERM, "deaf", False),
+        ("parent", signal.SIGINT, "deaf", False),
+        ("parent", signal.SIGTERM, "dies", False),
+        ("parent", signal.SIGTERM, "leaves", False),
+        ("parent", signal.SIGKILL, "deaf", False),
+        ("parent", signal.SIGHUP, "deaf", False),
+        ("child", signal.SIGTERM, "dies", False),
+        ("child", signal.SIGTERM, "leaves", False),
+        ("child", signal.SIGINT, "leaves", False),
+        ("child", signal.SIGKILL, "deaf", True),
+    ],
+)
+def test_only_a_kill_from_outside_means_memory(
+    tmp_path: Path, pico_model: Path, whom: str, how: signal.Signals, takes: str, memory: bool
+) -> None:
+    fifo, request = tmp_path / "fifo", tmp_path / "call.json"
+    os.mkfifo(fifo)
+    reading = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    settings = {"do": "smoke step", "takes": takes, "fifo": str(fifo)}
+    asked = StageCall("train", run_file(tmp_path), pico_model, settings=settings)
+    request.write_text(json.dumps(asked.to_json()))
+    parent = subprocess.Popen(
+        [sys.executable, "-c", _PARENT, str(request)], stderr=subprocess.DEVNULL
+    )
+    assert select.select([reading], [], [], WAIT_SECONDS)[0]
+    child = json.loads(os.read(reading, 1000))[0]
+    os.kill(parent.pid if whom == "parent" else child, how)
+    parent.wait(WAIT_SECONDS)
+    assert select.select([reading], [], [], WAIT_SECONDS)[0] and os.read(reading, 1) == b""
+    os.close(reading)
+
+    (work,) = (tmp_path / "store" / ".work").iterdir()
+    assert json.loads((work / "rung.json").read_text())["phase"] == "smoke"
+    context = StageContext(asked.run, None, {}, work, work)
+    top = stage.Rung(stage.recipe_of(context, 64), True)
+    found = stage._start(context, top)
+    assert (top.recipe.micro_batch, found.recipe.micro_batch) == (4, 2 if memory else 4)
+
+
+def test_a_stop_speaks_of_its_own_attempt_alone(tmp_path: Path) -> None:
+    first, second = new_attempt(tmp_path), new_attempt(tmp_path)
+    note_stop(first)
+    assert list(tmp_path.iterdir()) == []  # nothing to conclude from: no folder is kept for it
+    (tmp_path / "rung.json").touch()
+    note_stop(first)
+    note_stop(first)
+    assert was_stopped(tmp_path, first["TUNESERVE_ATTEMPT"])
+    assert not was_stopped(tmp_path, second["TUNESERVE_ATTEMPT"])
+    note_stop(second)  # before it came to a step of its own: what is known of the first stays
+    assert was_stopped(tmp_path, first["TUNESERVE_ATTEMPT"])
+    assert not was_stopped(tmp_path, "")
+    note_stop(new_attempt(tmp_path / "gone"))
+    note_stop({})
+
+
+@pytest.mark.parametrize(
+    ("status", "number"),
+    [(0, 0), (1, 0), (-15, 15), (143, 15), (-9, 9), (137, 9), (130, 2), (255, 0)],
+)
+def test_the_signal_in_an_exit_status(status: int, number: int) -> None:
+    assert _signal_number(status) == number
