@@ -14,7 +14,7 @@ from tasks.alone import alone, mark_crashed
 from tasks.embedded import server_ends_with_us
 from tasks.evaluate import evaluate
 from tasks.fetch import fetch
-from tasks.logs import outlive_the_reader, shown_in
+from tasks.logs import outlive_the_reader, say_errors_once, shown_in
 from tasks.merge import merge
 from tasks.pages import quietly, show_run
 from tasks.plan import plan
@@ -52,6 +52,7 @@ def finetune_to_serve(
             the worker's folder. Secrets are named by their environment variable, never given.
         force: Run also when nothing changed since the last time.
     """
+    say_errors_once()
     if run is None:
         if not run_file:
             raise RunFileError(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from flows.finetune_to_serve import finetune_to_serve
 from shim import executed, healthy_server, in_process, run_file
 from tasks import stage as stage_tasks
 from tuneserve.calls import StageCall, StageResult
-from tuneserve.errors import DataError, DiskFull, GateRefused, HubError
+from tuneserve.errors import DataError, DiskFull, GateRefused, HubError, RunFileError
 from tuneserve.retrain import retrain
 from tuneserve.runfile import load_run_file
 
@@ -83,8 +85,50 @@ def test_a_data_error_is_never_tried_again(tmp_path: Path, pico_model: Path) -> 
     assert [p for p in (tmp_path / "store").iterdir() if not p.name.startswith(".")] == []
 
 
+@pytest.fixture
+def logged() -> Iterator[list[str]]:
+    """What Prefect logs as errors of tasks and flows, with tracebacks, as its handlers get it."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: lines.append(handler.format(record))  # type: ignore[method-assign]
+    loggers = [logging.getLogger(f"prefect.{name}") for name in ("task_runs", "flow_runs")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    yield lines
+    for logger in loggers:
+        logger.removeHandler(handler)
+
+
+def test_a_wrong_field_is_told_in_words_without_a_traceback(
+    tmp_path: Path, logged: list[str]
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("name: x\nmodel: {base: y}\ndata: {train: z}\ntrain: {epochs: many}\n")
+    with pytest.raises(RunFileError) as caught:
+        finetune_to_serve(str(path))
+    assert caught.value.__suppress_context__ and caught.value.__cause__ is None
+    (line,) = logged
+    assert line.startswith(
+        f"Encountered exception during execution: {path}: 1 field is wrong\n  train.epochs: "
+    )
+    assert "what to do: " in line and "Traceback" not in line and "ValidationError" not in line
+
+
+def test_an_error_of_a_stage_is_logged_once(
+    tmp_path: Path, pico_model: Path, logged: list[str]
+) -> None:
+    path = written(tmp_path, pico_model)
+    (tmp_path / "behave.json").write_text(json.dumps({"validate": "data error"}))
+    for _ in range(2):  # what was told of one run is not kept back in the next
+        logged.clear()
+        with pytest.raises(DataError):
+            finetune_to_serve(path)
+        (line,) = [line for line in logged if not line.startswith("Finished in state ")]
+        assert line.endswith(": data.jsonl:1:1: found x\n  expected: y\n  what to do: mend it")
+
+
 def test_what_can_pass_by_itself_is_tried_again(
-    tmp_path: Path, pico_model: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, pico_model: Path, monkeypatch: pytest.MonkeyPatch, logged: list[str]
 ) -> None:
     from flows import finetune_to_serve as module
 
@@ -97,6 +141,9 @@ def test_what_can_pass_by_itself_is_tried_again(
     with pytest.raises(HubError, match="did not answer"):
         finetune_to_serve(path)
     assert executed(tmp_path) == ["fetch"] * 3
+    told = [line for line in logged if "\n  what to do: wait" in line]
+    assert [line.partition(": ")[0] for line in told] == ["Task run failed with exception"]
+    assert not any("Traceback" in line for line in logged)
 
 
 def test_a_refused_export_goes_down_the_ladder(tmp_path: Path, pico_model: Path) -> None:
