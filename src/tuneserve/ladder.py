@@ -129,7 +129,8 @@ def release_best(
                 found = quantize(run, base, made, method, execute).artifact
                 assert found is not None
                 offered["quantized"] = found
-            call = StageCall("release", run, base, offered, hints={**hints, "rungs": rungs})
+            told = {**hints, "rungs": rungs, "methods": list(run.quantize.methods)}
+            call = StageCall("release", run, base, offered, hints=told)
             metrics = dict(execute(call).metrics)
         except (QuantizeError, GateRefused, ServerError, OutOfMemory, StageKilled) as error:
             log.warning("%s was refused: %s", method, error)

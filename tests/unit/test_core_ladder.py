@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tuneserve.errors import (
     TuneserveError,
 )
 from tuneserve.ladder import check_held_out, quantize, release_best
+from tuneserve.release.proving import _advised_methods
 from tuneserve.runfile import parse_run
 
 BASE = Path("/base")
@@ -69,6 +71,28 @@ def test_the_first_rung_that_passes_is_promoted_and_all_are_reported() -> None:
     assert "quantized" not in last.inputs and last.hints["kv"] == 1
     assert [rung["method"] for rung in last.hints["rungs"]] == ["gptq", "awq"]
     assert stages.calls[1].inputs["quantized"] == "quantized-g"
+    assert last.hints["methods"] == ["gptq", "awq", "none"]
+
+
+@pytest.mark.parametrize(
+    ("hints", "export", "advised"),
+    [
+        ({"methods": ["gptq", "none"], "rungs": []}, "gptq", []),  # 16 bits follow
+        ({"methods": ["gptq", "awq"], "rungs": []}, "gptq", []),  # AWQ follows
+        ({"methods": ["gptq", "awq"], "rungs": [{}]}, "awq", ["gptq", "awq", "none"]),
+        ({"methods": ["none", "awq"], "rungs": [{}]}, "awq", []),  # 16 bits were tried
+        ({"methods": ["awq"], "rungs": []}, "awq", ["awq", "none"]),
+        ({}, "gptq", ["gptq", "none"]),  # a folder, without a run file
+        ({}, None, []),
+    ],
+)
+def test_16_bits_are_advised_only_where_nothing_follows(
+    hints: dict[str, Any], export: str | None, advised: list[str]
+) -> None:
+    candidate: Any = SimpleNamespace(
+        request=SimpleNamespace(hints=hints), facts=SimpleNamespace(quantization=export)
+    )
+    assert _advised_methods(candidate) == advised
 
 
 def test_when_every_rung_is_refused_the_error_says_what_would_have_passed() -> None:

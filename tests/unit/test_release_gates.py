@@ -95,16 +95,39 @@ def test_each_fault_is_refused_by_its_own_gate(
     with pytest.raises(GateRefused, match=gate) as caught:
         report.raise_if_refused("r1")
     assert caught.value.exit_status == 4 and json.dumps(caught.value.details)
-    assert (
-        "train longer, try 16 bits too (`quantize.methods: [gptq, none]`), or" in caught.value.hint
-    )
+    hopeless = any(gate.hopeless for gate in report.refused)
+    assert hopeless is (changes == {"served": 3.0})
+    assert "try 16 bits too (`quantize.methods: [gptq, none]`)" in caught.value.hint
     with pytest.raises(GateRefused, match=gate) as caught:
-        report.raise_if_refused("r1", in_16_bits=True)
-    assert "train longer, or change the thresholds in gates" in caught.value.hint
+        report.raise_if_refused("r1", advised=())
+    assert "16 bits" not in caught.value.hint
+    if not hopeless:
+        assert "train longer, or change the thresholds in gates" in caught.value.hint
     if setting:
         name, value = refused.would_pass.removeprefix("gates.").split(": ")
         eased = judge(GatesSection.model_validate({name: value}), evidence(**{**good, **changes}))
         assert gate not in {g.name for g in eased.refused}  # what it says would pass, passes
+
+
+def test_more_lost_than_was_gained_is_no_threshold_to_set() -> None:
+    # 1.9 of 2.0 lost: 95 %; 2.0 of 2.0 and 3 of 2.0: all of it, and more
+    for served, hopeless in ((2.9, False), (3.0, True), (4.0, True)):
+        config = GatesSection(must_beat_base=False)
+        report = judge(config, evidence(base=3.0, adapter=1.0, merged=1.0, served=served))
+        (refused,) = report.refused
+        assert refused.name == "served keeps the tuning" and refused.hopeless is hopeless
+        with pytest.raises(GateRefused) as caught:
+            report.raise_if_refused("r1", advised=("awq", "none"))
+        hint, text = caught.value.hint, markdown("r1", report)
+        assert "train longer" in hint and "`quantize.methods: [awq, none]`" in hint
+        if hopeless:
+            assert "gates.max_quantize_share" not in hint + text
+            assert hint.endswith("; no sensible threshold passes served keeps the tuning")
+            assert "No sensible threshold passes served keeps the tuning." in text
+            assert caught.value.details["would_pass"] == report.would_pass == []
+        else:
+            assert report.would_pass == ["gates.max_quantize_share: 0.95"]
+        assert GateReport.from_json(json.loads(json.dumps(report.to_json()))) == report
 
 
 def test_a_gain_that_may_be_chance_is_undecided() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ class Gate:
         decision: How it came out.
         would_pass: The run-file setting with which it would have passed; empty when it did, or
             when no setting would.
+        hopeless: No sensible threshold passes it.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Gate:
     wanted: str
     decision: Decision = "passed"
     would_pass: str = ""
+    hopeless: bool = False
 
 
 @dataclass
@@ -62,7 +64,10 @@ class GateReport:
 
     @property
     def would_pass(self) -> list[str]:
-        """Settings with which the refused gates would have passed, each once."""
+        """Settings with which the refused gates would have passed, each once; none where a gate is
+        hopeless."""
+        if any(gate.hopeless for gate in self.refused):
+            return []
         return list(dict.fromkeys(gate.would_pass for gate in self.refused if gate.would_pass))
 
     def to_json(self) -> dict[str, Any]:
@@ -91,12 +96,12 @@ class GateReport:
             list(data.get("rungs", ())),
         )
 
-    def raise_if_refused(self, release: str, *, in_16_bits: bool = False) -> None:
+    def raise_if_refused(self, release: str, *, advised: Sequence[str] = ("gptq", "none")) -> None:
         """Raise when a gate was not passed.
 
         Args:
             release: Its id.
-            in_16_bits: Nothing was lost to 4 bits, so another export is no advice.
+            advised: What `quantize.methods` might be; empty: another export is no advice.
 
         Raises:
             GateRefused: Names every gate that refused, with its numbers.
@@ -104,14 +109,19 @@ class GateReport:
         if not self.refused:
             return
         reasons = "; ".join(f"{gate.name}: {gate.found}" for gate in self.refused)
-        export = "" if in_16_bits else " try 16 bits too (`quantize.methods: [gptq, none]`),"
-        changes = f" ({', '.join(self.would_pass)})" if self.would_pass else ""
+        advice = ["train longer"]
+        if advised:
+            advice.append(f"try 16 bits too (`quantize.methods: [{', '.join(advised)}]`)")
+        if hopeless := [gate.name for gate in self.refused if gate.hopeless]:
+            todo = f"{' or '.join(advice)}; no sensible threshold passes {', '.join(hopeless)}"
+        else:
+            settings = f" ({', '.join(self.would_pass)})" if self.would_pass else ""
+            todo = ", ".join([*advice, f"or change the thresholds in gates{settings}"])
         raise GateRefused(
             f"release {release} was refused by {len(self.refused)} of {len(self.gates)} gates: "
             f"{reasons}",
             expected="; ".join(f"{gate.name}: {gate.wanted}" for gate in self.refused),
-            hint=f"what was serving goes on serving; train longer,{export} or change the "
-            f"thresholds in gates{changes}",
+            hint=f"what was serving goes on serving; {todo}",
             details={**self.to_json(), "would_pass": self.would_pass},
         )
 

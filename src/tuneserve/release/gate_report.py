@@ -78,6 +78,8 @@ def markdown(title: str, report: GateReport, pictures: Sequence[tuple[str, str]]
             f"- {gate.name}: `{gate.would_pass}`" for gate in report.refused if gate.would_pass
         ]
         lines.append("")
+    if hopeless := [gate.name for gate in report.refused if gate.hopeless]:
+        lines += [f"No sensible threshold passes {', '.join(hopeless)}.", ""]
     if report.rungs:
         columns = ("method", "decision", "reason", "would_pass")
         lines += ["| export | decision | why | would have passed with |", "|---|---|---|---|"]

@@ -221,7 +221,7 @@ def _share(
     )
     sure = gain.low > 0
     lost = share.percent() if sure else f"{share.mean:.1%}"
-    return bounded(
+    gate = bounded(
         config,
         name,
         room,
@@ -231,6 +231,10 @@ def _share(
         setting=f"gates.{setting}",
         most=share.high if sure else math.inf,
     )
+    # To allow the loss of all that was gained is to ask for no tuning.
+    if sure and gate.decision == "refused" and float(rounded_up(share.high)) >= 1:
+        return replace(gate, would_pass="", hopeless=True)
+    return gate
 
 
 def _merge_close(config: GatesSection, draws: Resampled, report: GateReport) -> Gate | str:

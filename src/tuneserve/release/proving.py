@@ -118,7 +118,7 @@ def prove(servers: promote.Servers, candidate: Candidate) -> None:
         log.warning("skipped: %s", reason)
     folder = _write_report(servers, candidate, report, measured, command.arguments)
     try:
-        report.raise_if_refused(record.id, in_16_bits=candidate.facts.quantization is None)
+        report.raise_if_refused(record.id, advised=_advised_methods(candidate))
     except GateRefused as error:
         error.details["report_folder"] = str(folder)
         raise
@@ -228,6 +228,15 @@ def _rungs(candidate: Candidate, decision: str) -> list[dict[str, str]]:
     before = list(candidate.request.hints.get("rungs", ()))
     method = candidate.facts.quantization or "16 bits"
     return [*before, {"method": method, "decision": decision, "reason": ""}] if before else []
+
+
+def _advised_methods(candidate: Candidate) -> list[str]:
+    """What to set `quantize.methods` to; empty where another export follows anyway, or 16 bits were
+    tried."""
+    hints, export = candidate.request.hints, candidate.facts.quantization
+    methods = list(hints.get("methods", ())) or [export or "none"]
+    follows = len(hints.get("rungs", ())) + 1 < len(methods)
+    return [] if export is None or follows or "none" in methods else [*methods, "none"]
 
 
 @contextlib.contextmanager

@@ -52,7 +52,7 @@ class ReleaseRequest:
         longest_row: `data.max_length`.
         trust_remote_code: The run file's `model.trust_remote_code`.
         hints: From the plan (`max_model_len`, `kv_cache_bytes`) and the caller (`rungs`, what was
-            refused before on the ladder of exports).
+            refused before on the ladder of exports, and `methods`, all of the ladder).
     """
 
     model: Path
