@@ -69,6 +69,14 @@ def test_both_languages_say_the_same_commands() -> None:
     assert TEXT.split("```")[1] == CHINESE.split("```")[1]  # the diagram
 
 
+def test_both_say_how_the_server_and_the_worker_end() -> None:
+    for text in (TEXT, CHINESE):
+        [block] = [b for b in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) if "prefect" in b]
+        jobs = re.findall(r"prefect (server|worker) start.*&$", block, re.MULTILINE)
+        assert jobs == ["server", "worker"]  # %1 and %2
+        assert "`kill %2 %1`" in text and "`database is locked`" in text
+
+
 def test_every_exit_status_is_in_both() -> None:
     for text in (TEXT, CHINESE):
         [sentence] = [p for p in text.split("\n\n") if re.search(r"0 done|0 \u6210\u529f", p)]
