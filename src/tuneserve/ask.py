@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ssl
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tuneserve.errors import InputError, ServerError
+
+if TYPE_CHECKING:
+    import openai
 
 
 def ask_endpoint(
@@ -14,9 +17,15 @@ def ask_endpoint(
     """One question, one answer, at temperature 0.
 
     Raises:
-        InputError: Nothing serves under that name.
+        InputError: Nothing serves under that name, or the server refuses the request as asked.
         ServerError: The endpoint did not answer.
     """
+    if not question.strip():
+        raise InputError(
+            "the question is empty",
+            expected="a question",
+            hint="`tuneserve ask 'How long is the warranty?'`",
+        )
     import openai
 
     from tuneserve.release.control import status
@@ -67,6 +76,12 @@ def ask_endpoint(
             max_tokens=max_tokens,
             temperature=0,
         )
+    except (openai.BadRequestError, openai.UnprocessableEntityError) as error:
+        raise InputError(
+            f"{endpoint} refuses the request: {_said(error)}",
+            expected="a question and a length that fit into what the model serves",
+            hint="ask something shorter, or with a smaller --max-tokens",
+        ) from error
     except openai.OpenAIError as error:
         raise ServerError(
             f"{endpoint} did not answer: {error}",
@@ -81,3 +96,9 @@ def ask_endpoint(
         "model": name,
         "endpoint": endpoint,
     }
+
+
+def _said(error: openai.APIStatusError) -> str:
+    """The server's own words, without the envelope."""
+    body = error.body
+    return str(body["message"]) if isinstance(body, dict) and "message" in body else str(error)

@@ -55,6 +55,20 @@ class Sweep:
         }
 
 
+def check_days(keep_days: float) -> None:
+    """Refuse a time to keep that no artifact could be within.
+
+    Raises:
+        InputError: `keep_days` is negative or not a number.
+    """
+    if not keep_days >= 0:
+        raise InputError(
+            f"--keep-days is {keep_days:g}",
+            expected="0 days or more; 0 keeps nothing for being used lately",
+            hint="`tuneserve gc --keep-days 14` keeps what was used within two weeks",
+        )
+
+
 def survey(store: Store, *, keep_days: float) -> Sweep:
     """Find what can go; removes nothing.
 
@@ -63,8 +77,10 @@ def survey(store: Store, *, keep_days: float) -> Sweep:
         keep_days: What was used within so many days stays.
 
     Raises:
-        InputError: The store is used from a TUNESERVE_HOME whose releases cannot be seen.
+        InputError: The store is used from a TUNESERVE_HOME whose releases cannot be seen, or
+            `keep_days` is negative.
     """
+    check_days(keep_days)
     manifests = dict(_manifests(store.root))
     recent = time.time() - keep_days * _DAY_SECONDS
     reasons = dict(_roots(store, manifests, recent))

@@ -2,7 +2,7 @@
 
 PREFIX/ID/manifest.json      what the artifact is, and under `remote` which upload holds its files
 PREFIX/ID/UPLOAD/...         the files of one upload
-PREFIX/.users/HOME.json      what a TUNESERVE_HOME needs, for `tuneserve gc --remote`
+PREFIX/.users/HOME.json      what a TUNESERVE_HOME needs, for `tuneserve gc --remote URL`
 
 The local store's promises hold: files first, the manifest last, so that a broken upload is no
 artifact; two uploads at once never mix; what is fetched is hashed before it counts.

@@ -17,7 +17,7 @@ from typing import Any
 
 from tuneserve.artifacts import MANIFEST, Store
 from tuneserve.errors import InputError
-from tuneserve.gc import Sweep, closure, needed_by
+from tuneserve.gc import Sweep, check_days, closure, needed_by
 from tuneserve.places import home
 from tuneserve.remote import USERS, RemoteStore, reported
 
@@ -38,8 +38,9 @@ def survey_remote(remote: RemoteStore, store: Store, *, keep_days: float) -> Swe
 
     Raises:
         StoreError: The object store did not answer.
-        InputError: What a machine said cannot be read.
+        InputError: What a machine said cannot be read, or `keep_days` is negative.
     """
+    check_days(keep_days)
     remote.note_needs(needed_by(home(), store))
     recent = time.time() - max(keep_days, _LEAST_DAYS) * _DAY_SECONDS
     with reported(remote.url, "list"):
@@ -161,7 +162,7 @@ def _users(system: Any, root: str, objects: Mapping[str, int]) -> list[dict[str,
                     f"{root}/{name} cannot be read ({error}), so nobody knows what that machine "
                     "needs",
                     expected="a list as `tuneserve` wrote it",
-                    hint="remove that object, and run `tuneserve gc --remote` on that machine",
+                    hint="remove that object, and run `tuneserve gc --remote URL` on that machine",
                 ) from error
     return found
 

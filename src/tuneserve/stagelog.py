@@ -32,9 +32,22 @@ def latest_log(stage: str) -> Path:
         raise InputError(
             f"the stage {stage} has no log in {stage_logs()}",
             expected="a stage that ran with this TUNESERVE_HOME",
-            hint="`tuneserve logs` without a name shows what serves",
+            hint=_other_logs(),
         )
     return found[-1]
+
+
+def logged_stages() -> list[str]:
+    """Stages that have a log here, the one that ran last at the end."""
+    logs = sorted(stage_logs().glob("*.*.log"), key=lambda path: path.stat().st_mtime)
+    return list(dict.fromkeys(path.name.split(".")[-2] for path in reversed(logs)))[::-1]
+
+
+def _other_logs() -> str:
+    hint = "a stage whose result is re-used does not run and writes no log"
+    if stages := logged_stages():
+        hint += f"; there are logs of {', '.join(stages)}: `tuneserve logs {stages[-1]}`"
+    return hint
 
 
 @contextlib.contextmanager

@@ -82,7 +82,7 @@ def test_a_server_that_stopped_answering_does_not_pass_as_serving(
     for command in (control.up, lambda: control.promote_release(made)):
         with pytest.raises(ServerError, match=NO_CHAT) as caught:
             command()
-        assert "`tuneserve down default`" in caught.value.hint
+        assert "`tuneserve down --name default`" in caught.value.hint
     assert session_of(made) == was  # a command that only looks ends nobody
     again = release(house.request())
     assert again["reused"] and again["release"] == made

@@ -358,9 +358,13 @@ def test_release_without_a_dataset_says_what_is_skipped_and_what_ran(
 
 
 def test_rollback_without_history_says_so(house: House) -> None:
-    release(house.request())
-    with pytest.raises(InputError, match="no release before"):
+    made = release(house.request())
+    before = state.read(layout())
+    with pytest.raises(InputError, match="no release before .* the only one that ever") as caught:
         control.rollback()
+    assert caught.value.exit_status == 2 and made["release"] in caught.value.message
+    assert "`tuneserve down --name default`" in caught.value.hint
+    assert state.read(layout()) == before
 
 
 def test_a_warm_release_is_rolled_back_to_at_once(house: House) -> None:

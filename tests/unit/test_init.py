@@ -345,6 +345,25 @@ def test_preference_pairs_are_refused(tmp_path: Path, local: Path) -> None:
     assert not (tmp_path / "run.yaml").exists()
 
 
+def test_the_files_beside_a_refused_one_are_named(
+    tmp_path: Path, local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "all"
+    folder.mkdir()
+    chats(folder / "b.jsonl")
+    chats(folder / "c.jsonl", answer="It is blue.")
+    pair = json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n"
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.jsonl", "z.jsonl"):
+        (folder / name).write_text(pair)
+        with pytest.raises(DataError, match="preference pairs") as caught:
+            init_run(["all"], tmp_path / "run.yaml", base=str(local))
+        assert caught.value.exit_status == 2
+        assert caught.value.hint.endswith("that would do: all/b.jsonl all/c.jsonl")
+        assert not (tmp_path / "run.yaml").exists()
+    init_run(["all/b.jsonl", "all/c.jsonl"], tmp_path / "run.yaml", base=str(local))
+
+
 def test_no_usable_row_is_refused(tmp_path: Path, local: Path) -> None:
     data = tmp_path / "a.jsonl"
     data.write_text(json.dumps({"messages": [{"role": "bot", "content": "x"}]}) + "\n")

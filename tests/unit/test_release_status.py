@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from tuneserve.release.layout import layout
 from tuneserve.release.ready import saying
 from tuneserve.release.status_text import status_text
 from tuneserve.runs import RunRecord, Runs
+from tuneserve.stagelog import kept_log, latest_log
 
 REFUSED = "served loss 2.5\n  expected: below 1.0\n  what to do: see the report"
 
@@ -103,6 +105,33 @@ def test_what_is_down_is_started_by_up(runs: Runs) -> None:
     assert shown[1] == ("support (default): down, release r0001-01234567; `tuneserve up` starts it")
     with pytest.raises(InputError, match="is down[^`]*`tuneserve up` starts it"):
         ask_endpoint("Hello?")
+
+
+def test_a_name_that_never_served_has_nothing_to_go_back_to(runs: Runs) -> None:
+    with state.change(layout()) as changed:
+        changed.add("support", "0123456789", "m", "")
+        changed.names["support"] = state.Name()
+    before = state.read(layout())
+    with pytest.raises(InputError, match="no release of support was promoted yet") as caught:
+        control.rollback("support")
+    assert "`tuneserve runs`" in caught.value.hint and state.read(layout()) == before
+
+
+def test_logs_without_a_release_name_the_stages_that_ran(runs: Runs) -> None:
+    with pytest.raises(InputError, match="nothing was released yet") as caught:
+        control.log_files()
+    assert "`tuneserve run RUN.yaml`" in caught.value.hint
+    for at, stage in enumerate(("validate", "train")):
+        with kept_log("weekly", stage, lambda _: None) as write:
+            write("words")
+        os.utime(latest_log(stage), (at, at))
+    with pytest.raises(InputError, match="nothing was released yet") as caught:
+        control.log_files()
+    assert "validate, train" in caught.value.expected
+    assert caught.value.hint == "`tuneserve logs train` shows what ran last"
+    with pytest.raises(InputError, match="the stage merge has no log") as caught:
+        control.log_files("merge")
+    assert "re-used" in caught.value.hint and "`tuneserve logs train`" in caught.value.hint
 
 
 def test_logs_of_a_name_whose_releases_were_refused(runs: Runs) -> None:

@@ -201,7 +201,8 @@ def _hub_error(model: ModelSection, error: BaseException) -> TuneserveError:
         f"{name}: the hub cannot be reached, and its cache here does not hold the model "
         f"({type(error).__name__})",
         expected="a hub that answers, or the whole model in its cache",
-        hint="check the network, or set model.base to a directory with the model",
+        hint="check the network, or set HF_ENDPOINT to a mirror, or model.base to a directory with "
+        "the model; to try things out without a hub: model.base builtin:smollm2-135m",
     )
 
 

@@ -25,6 +25,25 @@ app = typer.Typer(
     context_settings={"max_content_width": 110},
 )
 
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from tuneserve import __version__
+
+        print(f"tuneserve {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    """What comes before a verb."""
+
+
 RunArgument = Annotated[Path, typer.Argument(help="The run file (YAML).", metavar="RUN.yaml")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -49,7 +50,7 @@ def release(
 def ask(
     question: Annotated[str, typer.Argument(help="What to ask.")],
     name: Annotated[str | None, typer.Option(help="Served name; unset: the default one.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 256,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 256,
     as_json: JsonOption = False,
 ) -> None:
     """Ask the endpoint one question with the official OpenAI client."""
@@ -140,10 +141,24 @@ def logs(
     lines: Annotated[int, typer.Option(help="Lines from the end.")] = 40,
 ) -> None:
     """Show the log of a server, or of a stage's latest run."""
+    from tuneserve.errors import InputError
     from tuneserve.release import control
 
-    files = [str(path) for path in control.log_files(which)]
-    os.execvp("tail", ["tail", "-n", str(lines), *(["-F"] if follow else []), *files])
+    files = control.log_files(which)
+    for path in files if not follow else []:
+        if not path.exists():
+            raise InputError(
+                f"{path} is not there: nothing wrote it yet",
+                expected="a log of something that ran with this TUNESERVE_HOME",
+                hint="`tuneserve status` shows what serves, `tuneserve runs` what ran",
+            )
+        if not path.stat().st_size:
+            sys.stderr.write(
+                f"{path} is empty: what last wrote it said nothing, or its result was re-used\n"
+            )
+    names = [str(path) for path in files]
+    sys.stderr.flush()
+    os.execvp("tail", ["tail", "-n", str(lines), *(["-F"] if follow else []), *names])
 
 
 @app.command(epilog="Example: tuneserve keys add my-application")

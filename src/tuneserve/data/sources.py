@@ -72,12 +72,15 @@ def open_sources(data: DataSection) -> Sources:
     ignored = ignored_files([*data.train, *data.eval])
     for path in ignored:
         log.warning("%s does not end like a data file and is not read", path)
-    formats, problems = [], []
+    formats, problems, usable = [], [], []
     for path in paths:
         try:
             formats.append(_format_of(path, data.format))
+            usable.append(path)
         except DataError as error:
             problems.append(error)
+    for problem in problems:
+        problem.details["usable"] = usable
     if len(problems) == 1:
         raise problems[0]
     if problems:
@@ -86,6 +89,7 @@ def open_sources(data: DataSection) -> Sources:
             + "\n    ".join(error.message for error in problems),
             expected=problems[0].expected,
             hint=problems[0].hint,
+            details={"usable": usable},
         )
     names = _short_names(paths)
     for name, format in zip(names, formats, strict=True):

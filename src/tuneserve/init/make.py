@@ -34,6 +34,8 @@ from tuneserve.runfile import load_run_file, parse_run
 log = logging.getLogger(__name__)
 
 _CODES_SHOWN = 5
+# Files that a message names.
+_NAMED = 8
 
 
 @dataclass
@@ -179,6 +181,10 @@ def _look(data: list[str], opened: Base, arch: Arch) -> DataLook:
     except DataError as error:
         if "unmatched" in error.details:  # there is no run file yet that could be mended
             error.hint = "check the path; a relative one is taken from the folder you are in"
+        if usable := error.details.get("usable"):
+            names = [shlex.quote(_path_from(Path.cwd(), path)) for path in usable]
+            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            error.hint += f"; or name those alone that would do: {' '.join(names[:_NAMED])}{more}"
         raise
 
 

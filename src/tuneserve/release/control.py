@@ -22,7 +22,7 @@ from tuneserve.release.status import key_names as names_of_keys
 from tuneserve.release.status import name_status, processes, put_in_order
 from tuneserve.release.supervisor import GATEWAY, Keeper
 from tuneserve.runs import Runs
-from tuneserve.stagelog import latest_log
+from tuneserve.stagelog import latest_log, logged_stages
 from tuneserve.stages import STAGES
 
 log = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ def status() -> dict[str, Any]:
 
 def _nothing_yet() -> InputError:
     return InputError(
-        "nothing was released yet", expected="a release", hint="tuneserve run RUN.yaml"
+        "nothing was released yet", expected="a release", hint="`tuneserve run RUN.yaml` makes one"
     )
 
 
@@ -249,12 +249,24 @@ def rollback(name: str | None = None, *, keep_warm: bool = False) -> dict[str, A
     entry = known.name(name)
     earlier = [item["release"] for item in entry.history if item["release"] != entry.active]
     if not earlier:
-        raise InputError(
-            f"{name} has no release before {entry.active}",
-            expected="an earlier release to go back to",
-            hint="`tuneserve status` shows the history",
-        )
+        raise _no_earlier(name, entry)
     return promote_release(earlier[-1], keep_warm=keep_warm)
+
+
+def _no_earlier(name: str, entry: state.Name) -> InputError:
+    expected = "an earlier release to go back to"
+    if entry.active is None:
+        return InputError(
+            f"no release of {name} was promoted yet, so there is nothing to go back to",
+            expected=expected,
+            hint="`tuneserve runs` says how its runs ended",
+        )
+    return InputError(
+        f"{name} has no release before {entry.active}: it is the only one that ever served, so "
+        "there is nothing to go back to",
+        expected=expected,
+        hint=f"after the next promotion there is; `tuneserve down --name {name}` ends this one",
+    )
 
 
 def _serve_current(servers: promote.Servers, record: state.Release) -> None:
@@ -327,7 +339,7 @@ def log_files(which: str | None = None) -> list[Path]:
     shown = {**latest, **active}
     name = which or known.default or next(reversed(latest), None)
     if name is None:
-        raise _nothing_yet()
+        raise _no_server_log()
     if name in shown:
         return [places.server_log(shown[name])]
     if not any(id.startswith(name) for id in known.releases):
@@ -337,6 +349,14 @@ def log_files(which: str | None = None) -> list[Path]:
             hint="`tuneserve status` shows the releases of each name",
         )
     return [places.server_log(known.release(name).id)]
+
+
+def _no_server_log() -> InputError:
+    error = _nothing_yet()
+    if stages := logged_stages():
+        error.expected = f"a release, or a stage that ran here: {', '.join(stages)}"
+        error.hint = f"`tuneserve logs {stages[-1]}` shows what ran last"
+    return error
 
 
 def add_key(name: str) -> str:

@@ -118,7 +118,8 @@ def check(
             f"{', '.join(others)} at {former.described}",
             expected="the same serve.host, serve.port, serve.tls and certificate files for every "
             "name of one machine",
-            hint=f"use those; or another TUNESERVE_HOME; or `tuneserve down {others[0]}` first",
+            hint="use those; or another TUNESERVE_HOME; or "
+            f"`tuneserve down --name {others[0]}` first",
         )
     check_port(listen, but=_held(keeper, former))
     if former and (others or not may_hold_less):

@@ -337,7 +337,9 @@ def check_serves(servers: Servers, release: state.Release, *, chat_seconds: floa
             )
             return
         if chat_seconds == _NEXT_CHAT_SECONDS:
-            error.hint = f"`tuneserve down {release.name}`, then `tuneserve up`, starts it anew"
+            error.hint = (
+                f"`tuneserve down --name {release.name}`, then `tuneserve up`, starts it anew"
+            )
         raise
 
 
