@@ -38,8 +38,9 @@ def latest_log(stage: str) -> Path:
 
 
 def logged_stages() -> list[str]:
-    """Stages that have a log here, the one that ran last at the end."""
-    logs = sorted(stage_logs().glob("*.*.log"), key=lambda path: path.stat().st_mtime)
+    """Stages that said something here, the one that ran last at the end."""
+    logs = [path for path in stage_logs().glob("*.*.log") if path.stat().st_size]
+    logs.sort(key=lambda path: path.stat().st_mtime)
     return list(dict.fromkeys(path.name.split(".")[-2] for path in reversed(logs)))[::-1]
 
 

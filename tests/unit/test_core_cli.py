@@ -44,6 +44,10 @@ def test_a_stage_s_empty_log_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyP
     done = tuneserve("logs", "validate")
     assert (done.returncode, done.stdout) == (0, "")
     assert "a.validate.log is empty" in done.stderr and "re-used" in done.stderr
+    assert "`tuneserve runs`" in done.stderr
+    (tmp_path / "logs" / "a.validate.log.1").write_text("rows read 3\n")
+    assert "before is in" in (again := tuneserve("logs", "validate")).stderr
+    assert "a.validate.log.1" in again.stderr and again.returncode == 0
     done = tuneserve("logs", "gateway")
     assert done.returncode == 2 and "gateway.log is not there" in done.stderr
 

@@ -131,6 +131,14 @@ def down(
     show(found, "ended: " + (", ".join(found["ended"]) or "nothing was serving"), as_json)
 
 
+def _why_empty(path: Path) -> str:
+    said = f"{path} is empty: the last time it said nothing, as when a result is re-used"
+    before = path.with_suffix(".log.1")
+    if before.is_file() and before.stat().st_size:
+        return f"{said}; the time before is in {before}"
+    return f"{said}; `tuneserve runs` shows how runs ended"
+
+
 @app.command(epilog="Example: tuneserve logs support --follow")
 def logs(
     which: Annotated[
@@ -153,9 +161,7 @@ def logs(
                 hint="`tuneserve status` shows what serves, `tuneserve runs` what ran",
             )
         if not path.stat().st_size:
-            sys.stderr.write(
-                f"{path} is empty: what last wrote it said nothing, or its result was re-used\n"
-            )
+            sys.stderr.write(f"{_why_empty(path)}\n")
     names = [str(path) for path in files]
     sys.stderr.flush()
     os.execvp("tail", ["tail", "-n", str(lines), *(["-F"] if follow else []), *names])
