@@ -16,6 +16,7 @@ from typing import Any
 
 from tuneserve.calls import StageCall, StageResult, open_store
 from tuneserve.config import RunFile
+from tuneserve.data.files import check_local
 from tuneserve.devices import visible_gpus
 from tuneserve.errors import GateRefused, TuneserveError
 from tuneserve.notify import notify, run_command
@@ -71,6 +72,7 @@ def retrain(
         with contextlib.ExitStack() as held:
             clear()
             record.gpus = len(visible_gpus())
+            _check_first(run, runs, record)
             held.enter_context(hold(run, run_id, now()))
             clear()  # the run that we waited for may have been killed
             held.enter_context(within or contextlib.nullcontext())
@@ -85,6 +87,17 @@ def retrain(
         record.error = _said(error)
         _tell(run, record, {}, event="failed")
         raise
+
+
+def _check_first(run: RunFile, runs: Runs, record: RunRecord) -> None:
+    """What can be seen at once, before others are waited for: data files and variables."""
+    try:
+        check_variables(run, os.environ)
+        check_local([*run.data.train, *run.data.eval])
+    except TuneserveError as error:
+        record.started, record.state, record.error = now(), "failed", str(error)
+        with runs.recording(record):
+            raise
 
 
 def _watched(
@@ -105,7 +118,6 @@ def _watched(
         return PipelineResult(**{**known, "outcome": "unchanged", "note": note})
 
     try:
-        check_variables(run, os.environ)
         result = finetune_to_serve(run, _accounted(run, execute, runs, record), unchanged)
         if result.outcome == "promoted":
             # A run that was killed, or failed, after the switch told nobody: it is this one's to.

@@ -179,6 +179,34 @@ def test_a_run_that_found_no_place_is_told(house: House) -> None:
     assert executed(house.folder) == [] and Runs().all() == []
 
 
+def test_what_shows_at_once_is_refused_before_others_are_waited_for(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wait(*_: Any) -> Any:
+        raise AssertionError("somebody is waited for")
+
+    monkeypatch.setattr("tuneserve.retrain.hold", wait)
+    nowhere = str(house.folder / "no" / "chats.jsonl")
+    remote = "memory://bucket/chats.jsonl"  # is left to the stage that reads it
+    lost = house.run_file(data={"train": [remote, nowhere]})
+    keyless = house.run_file(serve={"api_key_env": "TUNESERVE_TEST_NO_SUCH_KEY"})
+    with pytest.raises(DataError) as caught:
+        retrain(lost, in_process)
+    with pytest.raises(RunFileError, match="TUNESERVE_TEST_NO_SUCH_KEY, which is not set"):
+        retrain(keyless, in_process)
+    with pytest.raises(AssertionError):
+        retrain(house.run_file(), in_process)
+    assert caught.value.message == (
+        f"a data path matches nothing:\n    {nowhere}: there is no such file or folder"
+    )
+    assert executed(house.folder) == []
+    records = Runs().all()
+    assert [(r.state, r.stage, bool(r.ended)) for r in records] == [("failed", None, True)] * 2
+    assert nowhere in records[0].error and "what to do" in records[0].error
+    assert house.events == ["failed"] * 3 and nowhere in house.hook.heard[0]["text"]
+    assert list((house.folder / "home" / "runs").glob("*.lock")) == []
+
+
 @pytest.mark.parametrize("where", ["within", "locks", "runs"])
 def test_a_failure_around_the_run_is_told(house: House, where: str) -> None:
     @contextlib.contextmanager

@@ -110,10 +110,12 @@ def plan(
 def train(run_file: RunArgument, as_json: JsonOption = False) -> None:
     """Train the adapter: fetch, validate and plan first; a finished adapter is re-used."""
     from tuneserve.calls import StageCall
+    from tuneserve.data.files import check_local
     from tuneserve.runlock import hold
     from tuneserve.runs import now
 
     run = load(run_file)
+    check_local([*run.data.train, *run.data.eval])  # before others are waited for
     with hold(run, "tuneserve train", now()):
         base, dataset = validated(run)
         inputs = {"dataset": dataset.artifact or ""}

@@ -63,6 +63,15 @@ def expand_paths(paths: list[str]) -> list[str]:
     return list(found)
 
 
+def check_local(paths: list[str]) -> None:
+    """Refuse local paths that match nothing; what is remote is not asked.
+
+    Raises:
+        DataError: See `expand_paths`.
+    """
+    expand_paths([path for path in paths if "://" not in path])
+
+
 def ignored_files(paths: list[str]) -> list[str]:
     """Files in the folders among `paths` that do not end like data and are therefore not read."""
     found = []
