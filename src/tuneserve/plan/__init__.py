@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import glob
 import logging
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,10 +25,12 @@ def plan_run(run: RunFile, *, gpu_memory_bytes: int | None = None) -> dict[str, 
         ModelError, HubError: The base's config cannot be had.
     """
     from tuneserve.checkpoint.base import peek_base
+    from tuneserve.data.files import check_local
     from tuneserve.plan.build import plan_for
     from tuneserve.plan.rows import data_shape
     from tuneserve.plan.stage import card_left_idle
     from tuneserve.plan.validated import validated_dataset
+    from tuneserve.release.entrance import check_early
 
     base = peek_base(run.model)
     dataset = validated_dataset(run, base)
@@ -42,25 +43,16 @@ def plan_run(run: RunFile, *, gpu_memory_bytes: int | None = None) -> dict[str, 
     if idle := card_left_idle(run, found.machine):
         log.warning("%s; %s", idle.message, idle.hint)
     if not found.machine.supposed:
-        _warn_of_address(run)
-    for name, paths in (("train", run.data.train), ("eval", run.data.eval)):
-        for path in filter(_missing, paths):
-            log.warning("data.%s: %s: there is no such file; the run will need it", name, path)
+        _warn_of_refusal(lambda: check_early(run.serve))
+    _warn_of_refusal(lambda: check_local([*run.data.train, *run.data.eval]))
     return found.to_json()
 
 
-def _warn_of_address(run: RunFile) -> None:
+def _warn_of_refusal(check: Callable[[], None]) -> None:
+    """Say what a run would be refused for: a plan is asked for before all is in place."""
     from tuneserve.errors import TuneserveError
-    from tuneserve.release.entrance import check_early
 
     try:
-        check_early(run.serve)
+        check()
     except TuneserveError as error:
         log.warning("the run would be refused: %s; %s", error.message, error.hint)
-
-
-def _missing(path: str) -> bool:
-    """Whether a local path or glob names nothing; what is remote is not asked."""
-    if "://" in path or Path(path).exists():
-        return False
-    return next(glob.iglob(path, recursive=True), None) is None
