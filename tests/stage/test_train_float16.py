@@ -47,6 +47,12 @@ def float16() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def float16_ranks(float16: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_RANK", (str(SHIM),))
+    monkeypatch.setenv("RANK_SHIM_DTYPE", "float16")
+
+
 def curve_of(context: StageContext) -> list[dict[str, Any]]:
     lines = (context.out / "loss.jsonl").read_text().splitlines()
     return [point for point in map(json.loads, lines) if "loss" in point]
@@ -268,14 +274,8 @@ def test_weights_that_float16_cannot_hold_are_named(
 
 
 def test_zero_is_refused(
-    tmp_path: Path,
-    pico_model: Path,
-    dataset: Artifact,
-    float16: None,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, pico_model: Path, dataset: Artifact, float16_ranks: None
 ) -> None:
-    monkeypatch.setattr(launch, "_RANK", (str(SHIM),))
-    monkeypatch.setenv("RANK_SHIM_DTYPE", "float16")
     train = {**TRAIN, "gpus": 2, "zero": 2, "method": "lora"}
     context = make_context(tmp_path, pico_model, {"dataset": dataset}, train)
     with pytest.raises(RunFileError, match="train.zero: 2 on a GPU without bfloat16"):
@@ -283,14 +283,8 @@ def test_zero_is_refused(
 
 
 def test_two_processes_scale_alike(
-    tmp_path: Path,
-    pico_model: Path,
-    dataset: Artifact,
-    float16: None,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, pico_model: Path, dataset: Artifact, float16_ranks: None
 ) -> None:
-    monkeypatch.setattr(launch, "_RANK", (str(SHIM),))
-    monkeypatch.setenv("RANK_SHIM_DTYPE", "float16")
     curves = []
     for gpus in (1, 2):
         folder = tmp_path / str(gpus)

@@ -21,7 +21,7 @@ from tuneserve.plan.machine import Gpu, Machine, look
 from tuneserve.plan.stage import run as run_stage
 from tuneserve.release import entrance, state
 from tuneserve.release.address import Listen
-from tuneserve.release.layout import layout
+from tuneserve.release.layout import Layout, layout
 from tuneserve.release.supervisor import Keeper
 from tuneserve.runfile import parse_run
 from tuneserve.stages import StageContext
@@ -93,14 +93,20 @@ def test_neither_another_card_nor_a_training_alone_asks_for_the_port(
     assert "taken" not in caplog.text
 
 
+def gateway_on(port: int, name: str, monkeypatch: pytest.MonkeyPatch) -> Layout:
+    """This process stands for a gateway of ours that serves `name`."""
+    places = layout()
+    with state.change(places) as changed:
+        changed.gateway = Listen("127.0.0.1", port).to_json()
+        changed.names[name] = state.Name(active="r1")
+    monkeypatch.setattr(Keeper, "members", lambda self, _: [os.getpid()])
+    return places
+
+
 def test_our_own_gateway_may_have_the_port(
     base: Path, taken: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    places = layout()
-    with state.change(places) as changed:
-        changed.gateway = Listen("127.0.0.1", taken).to_json()
-        changed.names["t"] = state.Name(active="r1")
-    monkeypatch.setattr(Keeper, "members", lambda self, name: [os.getpid()])
+    gateway_on(taken, "t", monkeypatch)
     assert start(run(base, port=taken), base)["fits"]
     assert doctor._port(taken).found == f"our own gateway listens on {taken}"
 
@@ -108,11 +114,7 @@ def test_our_own_gateway_may_have_the_port(
 def test_another_port_than_that_of_the_gateway_is_refused_before_training(
     base: Path, taken: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    places = layout()
-    with state.change(places) as changed:
-        changed.gateway = Listen("127.0.0.1", taken).to_json()
-        changed.names["moss"] = state.Name(active="r1")
-    monkeypatch.setattr(Keeper, "members", lambda self, name: [os.getpid()])
+    places = gateway_on(taken, "moss", monkeypatch)
     before, other = state.read(places), free_port()
     with pytest.raises(RunFileError) as caught:
         start(run(base, name="fern", port=other), base)

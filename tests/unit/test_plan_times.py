@@ -142,7 +142,8 @@ def test_the_server_starts_as_measured() -> None:
 
 
 def test_the_demo_as_measured(tmp_path: Path) -> None:
-    """Two cores with bfloat16: train 120 s, merge 8, evaluate 18, quantize 42, serve 23; 757 s in
+    """Two cores with bfloat16: train 120 s, merge 8 (5 when nothing
+    else ran), evaluate 18, quantize 42, serve 23; 757 s in
     all on two without, installing and proving included.
     """
     config = {
