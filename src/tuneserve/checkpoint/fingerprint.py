@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tuneserve.checkpoint.headers import Checkpoint, TensorInfo
-from tuneserve.errors import ModelError
+from tuneserve.checkpoint.jsonfile import read_json
 
 FORMAT = 1
 _BLOCK_BYTES = 4096
@@ -99,19 +99,7 @@ def relevant_config(model_dir: Path) -> dict[str, Any]:
     Raises:
         ModelError: There is no readable config.json.
     """
-    path = model_dir / "config.json"
-    try:
-        config = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"{path}: cannot be read as JSON ({error})", expected="the model's config"
-        ) from error
-    if not isinstance(config, dict):
-        raise ModelError(
-            f"{path}: holds a JSON {type(config).__name__}, not an object",
-            expected="an object, as transformers saves it",
-        )
-    return dict(_without_irrelevant(config))
+    return dict(_without_irrelevant(read_json(model_dir / "config.json")))
 
 
 def _without_irrelevant(value: Any) -> Any:

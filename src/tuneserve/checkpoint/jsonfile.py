@@ -1,4 +1,4 @@
-"""The small JSON files of a model folder."""
+"""The small JSON files of a model folder and of an adapter's."""
 
 from __future__ import annotations
 
@@ -6,24 +6,26 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tuneserve.errors import ModelError
+from tuneserve.errors import ModelError, TuneserveError
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object of a model folder.
+def read_json(
+    path: Path, *, kind: type[TuneserveError] = ModelError, writer: str = "transformers"
+) -> dict[str, Any]:
+    """A JSON object, as `writer` saves it.
 
     Raises:
-        ModelError: It cannot be read.
+        ModelError: It cannot be read (or a `kind` of error that says more).
     """
     try:
         data = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise ModelError(
-            f"{path}: cannot be read as JSON ({error})", expected="JSON, as transformers saves it"
+        raise kind(
+            f"{path}: cannot be read as JSON ({error})", expected=f"JSON, as {writer} saves it"
         ) from error
     if not isinstance(data, dict):
-        raise ModelError(
+        raise kind(
             f"{path}: holds a JSON {type(data).__name__}, not an object",
-            expected="an object, as transformers saves it",
+            expected=f"an object, as {writer} saves it",
         )
     return data

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tuneserve.checkpoint.headers import Shard, TensorInfo, read_header
+from tuneserve.checkpoint.jsonfile import read_json
 from tuneserve.errors import AdapterError
 
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -166,19 +167,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises:
         AdapterError: It is missing or not a JSON object.
     """
-    path = folder / CONFIG_NAME
-    try:
-        config = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise AdapterError(
-            f"{path}: cannot be read as JSON ({error})", expected="an adapter saved by PEFT"
-        ) from error
-    if not isinstance(config, dict):
-        raise AdapterError(
-            f"{path}: holds a JSON {type(config).__name__}, not an object",
-            expected="an object, as PEFT saves it",
-        )
-    return config
+    return read_json(folder / CONFIG_NAME, kind=AdapterError, writer="PEFT")
 
 
 def refusals(config: Mapping[str, Any]) -> list[str]:

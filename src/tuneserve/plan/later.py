@@ -8,7 +8,7 @@ from tuneserve.config import RunFile
 from tuneserve.parallel import key_value_share
 from tuneserve.plan.arch import Arch, lora_weights
 from tuneserve.plan.constants import DEFAULT, Constants, quantized_bytes
-from tuneserve.plan.memory import Peak, Step
+from tuneserve.plan.memory import Peak, Step, process_peak
 
 # A block of vLLM's KV cache on CPU, the larger of the two platforms; each chat wastes at most one.
 _KV_BLOCK_TOKENS = 128
@@ -98,10 +98,7 @@ def _exporting(arch: Arch, run: RunFile, *, gpu: bool, constants: Constants) -> 
     parts["attention and MLP of one batch"] = (
         8 * run.quantize.calibration_max_tokens * (4 * arch.query + 3 * arch.inner) * element
     )
-    parts["allocator slack"] = int(constants.cpu_slack * sum(parts.values()))
-    parts["interpreter and libraries"] = constants.quantize_process_bytes
-    parts["mapped checkpoint"] = 2 * arch.weights
-    return Peak(parts, droppable=("mapped checkpoint",))
+    return process_peak(parts, arch, constants.quantize_process_bytes, constants)
 
 
 def compares(arch: Arch, room_bytes: int, *, gpu: bool, constants: Constants) -> bool:
@@ -129,10 +126,7 @@ def _comparing(arch: Arch, *, gpu: bool, constants: Constants) -> Peak:
         parts["remains of the export"] = constants.compare_rest_bytes
         parts["CUDA context"] = constants.cuda_context_bytes
         return Peak(parts)
-    parts["allocator slack"] = int(constants.cpu_slack * sum(parts.values()))
-    parts["interpreter and libraries"] = constants.quantize_process_bytes
-    parts["mapped checkpoint"] = 2 * arch.weights
-    return Peak(parts, droppable=("mapped checkpoint",))
+    return process_peak(parts, arch, constants.quantize_process_bytes, constants)
 
 
 def evaluate_peak(arch: Arch, step: Step, constants: Constants = DEFAULT) -> Peak:
@@ -151,10 +145,7 @@ def evaluate_peak(arch: Arch, step: Step, constants: Constants = DEFAULT) -> Pea
         parts["allocator slack"] = int(constants.evaluate_slack * sum(parts.values()))
         parts["CUDA context"] = constants.cuda_context_bytes
         return Peak(parts)
-    parts["allocator slack"] = int(constants.cpu_slack * sum(parts.values()))
-    parts["interpreter and libraries"] = constants.train_process_bytes
-    parts["mapped checkpoint"] = 2 * arch.weights
-    return Peak(parts, droppable=("mapped checkpoint",))
+    return process_peak(parts, arch, constants.train_process_bytes, constants)
 
 
 def served_weight_bytes(arch: Arch, run: RunFile) -> int:

@@ -109,10 +109,21 @@ def train_peak(arch: Arch, step: Step, constants: Constants = DEFAULT) -> Peak:
         whole["allocator slack"] = int(slack)
         whole["CUDA context"] = constants.cuda_context_bytes
         return Peak(whole)
-    whole["allocator slack"] = int(constants.cpu_slack * sum(whole.values()))
-    whole["interpreter and libraries"] = constants.train_process_bytes
-    whole["mapped checkpoint"] = 2 * arch.weights
-    return Peak(whole, droppable=("mapped checkpoint",))
+    return process_peak(whole, arch, constants.train_process_bytes, constants)
+
+
+def process_peak(
+    parts: dict[str, int], arch: Arch, process_bytes: int, constants: Constants
+) -> Peak:
+    """Resident memory of a process without a GPU: `parts`, the allocator's slack, libraries, and
+    the checkpoint that it maps, whose pages the kernel may drop.
+    """
+    rest = {
+        "allocator slack": int(constants.cpu_slack * sum(parts.values())),
+        "interpreter and libraries": process_bytes,
+        "mapped checkpoint": 2 * arch.weights,
+    }
+    return Peak({**parts, **rest}, droppable=("mapped checkpoint",))
 
 
 def _resident(arch: Arch, step: Step) -> dict[str, float]:
