@@ -118,6 +118,32 @@ def test_the_export_is_refused_for_the_gpus_that_will_serve_it(tmp_path: Path) -
     with pytest.raises(QuantizeError, match="do not split evenly over 5 GPUs") as uneven:
         checks.preflight(model, "gptq", 64, tensor_parallel_size=5)
     assert uneven.value.hint is not None and "serve.tensor_parallel" in uneven.value.hint
+    with pytest.raises(QuantizeError, match="self_attn.o_proj: 576 outputs and 36 inputs") as words:
+        checks.preflight(model, "gptq", -1, tensor_parallel_size=16)
+    assert words.value.hint is not None and "serve.tensor_parallel" in words.value.hint
+
+
+@pytest.mark.parametrize(
+    ("leaf", "split"),
+    [("w2", True), ("fc_out", True), ("dense_4h_to_h", True), ("o_proj", True), ("w1", False)],
+)
+def test_every_familys_row_parallel_layers_split_their_inputs(leaf: str, split: bool) -> None:
+    shapes = {f"model.layers.0.mlp.{leaf}": (2048, 1536)}
+    assert checks.group_size_problems(shapes, 128, tensor_parallel_size=2) == []  # 6 x 128
+    assert checks.group_size_problems(shapes, 128, tensor_parallel_size=4) == []  # 3 x 128
+    odd = checks.group_size_problems(shapes, 128, tensor_parallel_size=8)
+    assert bool(odd) is split  # 192 of the 1536 inputs, or all of them
+
+
+def test_parts_of_a_layer_must_hold_whole_words() -> None:
+    """36 values of 576 on each of 16 GPUs are four and a half words of eight; 72 on 8 are nine."""
+    row = {"model.layers.0.self_attn.o_proj": (2048, 576)}
+    column = {"model.layers.0.self_attn.q_proj": (576, 2048)}
+    for shapes, part in ((row, "2048 outputs and 36 inputs"), (column, "36 outputs and 2048")):
+        assert checks.kernel_problems(shapes) == []
+        assert checks.kernel_problems(shapes, tensor_parallel_size=8) == []
+        (problem,) = checks.kernel_problems(shapes, tensor_parallel_size=16)
+        assert f"{part}" in problem and "on each of 16 GPUs" in problem
 
 
 @pytest.mark.parametrize(("shape", "bad"), [((48, 64), True), ((64, 48), True), ((64, 32), False)])

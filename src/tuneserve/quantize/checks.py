@@ -29,9 +29,12 @@ KERNEL_FEATURES = 32
 # Packed tensors hold eight 4-bit values in one int32.
 PACKED = 8
 # Modules that vLLM fuses into one matrix: either all of a group are quantized, or none.
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-# Linear layers whose input is split over GPUs under tensor parallelism; the others split outputs.
-ROW_PARALLEL = ("o_proj", "down_proj", "out_proj", "dense", "fc2", "c_proj")
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+# Linear layers whose input is split over GPUs under tensor parallelism (`RowParallelLinear` in the
+# families' files of vLLM); the others split outputs.
+ROW_PARALLEL = frozenset(
+    "o_proj down_proj out_proj dense dense_4h_to_h fc2 fc_out c_proj w2".split()
+)
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.\d+\.")
 # Two-dimensional weights inside a layer that no method quantizes: routers, embeddings, norms.
@@ -94,14 +97,28 @@ def fitting_group_sizes(shapes: list[tuple[int, int]]) -> list[int]:
     return [g for g in GROUP_SIZES if g == -1 or all(inputs % g == 0 for _, inputs in shapes)]
 
 
-def kernel_problems(shapes: Mapping[str, tuple[int, int]]) -> list[str]:
-    """Layers that vLLM's 4-bit kernels cannot take, whatever the group size."""
-    return [
-        f"{label}{count}: {shapes[name][0]} outputs and {shapes[name][1]} inputs; vLLM's 4-bit "
-        f"kernels take multiples of {KERNEL_FEATURES}"
-        for label, name, count in _kinds(shapes)
-        if any(features % KERNEL_FEATURES for features in shapes[name])
-    ]
+def kernel_problems(
+    shapes: Mapping[str, tuple[int, int]], *, tensor_parallel_size: int = 1
+) -> list[str]:
+    """Layers that vLLM's 4-bit kernels cannot take, whatever the group size.
+
+    A whole layer must suit the CPU's kernel, so that an export can be served anywhere. Of one that
+    is split, which needs GPUs, each part must hold whole words; their kernels pad the rest.
+    """
+    problems = []
+    for label, name, count in _kinds(shapes):
+        part = _part(name, shapes[name], tensor_parallel_size) or shapes[name]
+        if any(features % KERNEL_FEATURES for features in shapes[name]):
+            problems.append(
+                f"{label}{count}: {shapes[name][0]} outputs and {shapes[name][1]} inputs; vLLM's "
+                f"4-bit kernels take multiples of {KERNEL_FEATURES}"
+            )
+        elif any(features % PACKED for features in part):
+            problems.append(
+                f"{label}{count}: {part[0]} outputs and {part[1]} inputs on each of "
+                f"{tensor_parallel_size} GPUs; 4-bit weights are stored by {PACKED}"
+            )
+    return problems
 
 
 def scheme_problems(scheme: Mapping[str, Any]) -> list[str]:
@@ -177,14 +194,14 @@ def preflight(
             f"{config['model_type']} stores its layers transposed, which is not handled"
         )
     problems += group_size_problems(shapes, group_size, tensor_parallel_size=tensor_parallel_size)
-    problems += kernel_problems(shapes)
+    problems += kernel_problems(shapes, tensor_parallel_size=tensor_parallel_size)
     problems += head_problems(checkpoint.tensors, config)
     if problems:
         parts = [_part(name, shape, tensor_parallel_size) for name, shape in shapes.items()]
         whole = [part for part in parts if part is not None]
         fitting = fitting_group_sizes(whole)
         hint = "add none to quantize.methods to serve the 16-bit model"
-        if len(whole) < len(parts):
+        if len(whole) < len(parts) or any(n % PACKED for part in whole for n in part):
             hint = "set serve.tensor_parallel to a number that splits every layer evenly"
         elif group_size not in fitting:
             hint = f"set quantize.group_size to {fitting[0]}"
