@@ -8,6 +8,7 @@ format's code; secrets live in the environment and are named here, never held
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
@@ -287,6 +288,16 @@ def _default_methods() -> list[Method]:
     return ["gptq"]
 
 
+# Settings of GPTQModel that have one value here, the one that vLLM serves, and why.
+_ONE_SCHEME = {
+    "desc_act": "vLLM refuses activation order with groups, and without groups it changes nothing; "
+    "exports have desc_act: false",
+    "sym": "vLLM serves GPTQ with sym: true alone and AWQ with zero points, and exports are so",
+    "lm_head": "the head stays in 16 bits: it is small beside the rest, often tied to the "
+    "embedding, and costs the most when it is rounded",
+}
+
+
 class QuantizeSection(Section):
     """The 4-bit export."""
 
@@ -310,6 +321,14 @@ class QuantizeSection(Section):
     allow_fallback: bool = Field(
         False, description="Accept round-to-nearest for modules that calibration barely reached."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_scheme(cls, data: Any) -> Any:
+        asked = [name for name in _ONE_SCHEME if isinstance(data, Mapping) and name in data]
+        if asked:
+            raise ValueError(f"{asked[0]} is no choice: {_ONE_SCHEME[asked[0]]}; leave it out")
+        return data
 
     @field_validator("group_size")
     @classmethod

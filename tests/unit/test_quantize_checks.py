@@ -15,10 +15,11 @@ import pytest
 
 from tuneserve.checkpoint.headers import TensorInfo
 from tuneserve.cpu import has_int4_kernel
-from tuneserve.errors import QuantizeError
+from tuneserve.errors import QuantizeError, RunFileError
 from tuneserve.quantize import checks
 from tuneserve.quantize.finite import check_finite
 from tuneserve.quantize.support import gptqmodel_types, vllm_architectures
+from tuneserve.runfile import parse_run
 
 NUMPY = {"BF16": "<u2", "F16": "<f2", "F32": "<f4", "I32": "<i4"}
 SMOLLM2 = {
@@ -224,6 +225,22 @@ def test_d08_only_schemes_with_fast_kernels_pass() -> None:
         {},
     ):
         assert checks.scheme_problems(wrong), wrong
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "why"),
+    [
+        ("desc_act", True, "vLLM refuses activation order with groups"),
+        ("sym", False, "vLLM serves GPTQ with sym: true alone"),
+        ("lm_head", True, "the head stays in 16 bits"),
+    ],
+)
+def test_d04_d08_schemes_that_are_not_served_are_refused_with_the_run_file(
+    field: str, value: bool, why: str
+) -> None:
+    run = {"name": "x", "model": {"base": "b"}, "data": {"train": "t"}, "quantize": {field: value}}
+    with pytest.raises(RunFileError, match=f"quantize: {field} is no choice: {why}"):
+        parse_run(run)
 
 
 def exported(method: str = "gptq", group: int = 64) -> dict[str, Any]:
