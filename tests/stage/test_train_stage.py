@@ -310,6 +310,18 @@ def test_fewer_rows_than_a_batch_still_train(
     assert "only 3 rows" in caplog.text
 
 
+def test_another_launchers_variables_are_not_waited_for(
+    tmp_path: Path, pico_model: Path, dataset: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B09: accelerate would take these for one of two processes, and wait for the other."""
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    train = {**TRAIN, "effective_batch": 4, "max_steps": 2}
+    context = make_context(tmp_path, pico_model, {"dataset": dataset}, train, {"micro_batch": 2})
+    metrics = run(context)
+    assert (metrics["steps"], metrics["gpus"], metrics["gradient_accumulation"]) == (2, 1, 2)
+
+
 def test_no_held_out_rows_is_no_held_out_loss(tmp_path: Path, pico_model: Path) -> None:
     alone = pico_dataset(tmp_path / "data", pico_model, rows=4)
     write_rows(alone.path / "eval.parquet", [], "eval")

@@ -228,6 +228,23 @@ def test_each_rank_has_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hardware.device() == torch.device("cuda", 0)
 
 
+def test_another_launchers_variables_are_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """B09: as torchrun, Slurm and MPI leave them; accelerate would wait for a second process."""
+    for name in [name for name in os.environ if name in launch._OTHERS]:
+        monkeypatch.delenv(name)
+    launch.leave_other_launchers(1)
+    assert not caplog.text
+    theirs = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
+    for name, value in {**theirs, "OMPI_COMM_WORLD_SIZE": "2", "RANKS": "3"}.items():
+        monkeypatch.setenv(name, value)
+    launch.leave_other_launchers(1)
+    assert not theirs.keys() & os.environ.keys() and os.environ["RANKS"] == "3"
+    assert "LOCAL_RANK=1, OMPI_COMM_WORLD_SIZE=2, RANK=1, WORLD_SIZE=2: " in caplog.text
+    assert "train.gpus: 1 says how many" in caplog.text
+
+
 def test_timelines_of_ranks_become_one() -> None:
     one = {"planned_peak_bytes": None, "peak_rss_bytes": 5, "timeline": [{"seconds": 0}]}
     two = {"planned_peak_bytes": None, "peak_rss_bytes": 7, "timeline": [{"seconds": 1}]}

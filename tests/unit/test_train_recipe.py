@@ -19,7 +19,14 @@ def recipe_of(rows: int = 100, micro: int = 4, processes: int = 1, **train: obje
 
 @pytest.mark.parametrize(
     ("rows", "epochs", "effective", "steps"),
-    [(100, 1, 16, 7), (96, 1, 16, 6), (100, 0.5, 10, 5), (100, 3, 10, 30), (3, 0.1, 1, 1)],
+    [
+        (100, 1, 16, 7),
+        (96, 1, 16, 6),
+        (100, 0.5, 10, 5),
+        (100, 3, 10, 30),
+        (3, 0.1, 1, 1),
+        (8, 1e-9, 4, 1),
+    ],
 )
 def test_steps_cover_the_epochs(rows: int, epochs: float, effective: int, steps: int) -> None:
     assert recipe_of(rows, epochs=epochs, effective_batch=effective).steps == steps

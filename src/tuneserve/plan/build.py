@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,6 +35,7 @@ from tuneserve.plan.speed import step_seconds
 from tuneserve.plan.stageplan import StagePlan
 from tuneserve.plan.steps import choose_step
 from tuneserve.plan.times import Times, stage_times
+from tuneserve.train.recipe import steps_of
 
 log = logging.getLogger(__name__)
 
@@ -289,13 +289,12 @@ def _rough(seconds: float | None) -> int | None:
 
 
 def _steps(run: RunFile, data: DataShape | None) -> int | None:
-    """Optimizer steps, as `tuneserve.train.recipe` counts them."""
+    """Optimizer steps, as the training will count them."""
     if run.train.max_steps:
         return run.train.max_steps
     if data is None or not data.rows:
         return None
-    batch = min(run.train.effective_batch, data.rows)
-    return math.ceil(round(run.train.epochs * data.rows / batch, 6))
+    return steps_of(run.train.epochs, data.rows, min(run.train.effective_batch, data.rows))
 
 
 def _read_arch(base_dir: Path) -> Arch:

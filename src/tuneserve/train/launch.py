@@ -43,6 +43,28 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 # A rank waiting for a peer that is gone does not react to SIGTERM in every library. The agent would
 # give it half a minute.
 _TERM_SECONDS = 5
+# By these another launcher (torchrun, Slurm's or MPI's) tells a process which of several it is;
+# accelerate and transformers read them, and wait for the others.
+_OTHERS = frozenset(
+    """
+    RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT PMI_RANK PMI_SIZE
+    OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_LOCAL_SIZE
+    MV2_COMM_WORLD_RANK MV2_COMM_WORLD_SIZE MV2_COMM_WORLD_LOCAL_RANK MV2_COMM_WORLD_LOCAL_SIZE
+    MPI_LOCALRANKID MPI_LOCALNRANKS
+    """.split()
+)
+
+
+def leave_other_launchers(gpus: int) -> None:
+    """Forget that another launcher started this process; `train.gpus` says how many train."""
+    found = {name: os.environ.pop(name) for name in sorted(_OTHERS & os.environ.keys())}
+    if said := [f"{name}={value}" for name, value in found.items() if "MASTER" not in name]:
+        log.warning(
+            "%s: what another launcher sets is not used; train.gpus: %d says how many processes "
+            "train",
+            ", ".join(said),
+            gpus,
+        )
 
 
 def check_gpus(wanted: int) -> None:

@@ -73,10 +73,15 @@ def make_recipe(train: TrainSection, rows: int, micro_batch: int, processes: int
     problem = uneven(train, rows, processes)
     if problem:
         raise RunFileError(problem, expected=f"a multiple of {processes}")
-    steps = train.max_steps or math.ceil(round(train.epochs * rows / effective, 6))
+    steps = train.max_steps or steps_of(train.epochs, rows, effective)
     warmup = min(math.ceil(train.warmup_fraction * steps), steps - 1)
     recipe = Recipe(rows, steps, effective, 1, effective // processes, warmup, processes)
     return recipe.with_micro_batch(micro_batch)
+
+
+def steps_of(epochs: float, rows: int, effective_batch: int) -> int:
+    """Optimizer steps of so many epochs, the last one filled up; at least one."""
+    return max(1, math.ceil(round(epochs * rows / effective_batch, 6)))
 
 
 def uneven(train: TrainSection, rows: int, processes: int) -> str:

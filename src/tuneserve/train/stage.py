@@ -50,7 +50,10 @@ def run(context: StageContext) -> dict[str, Any]:
         OutOfMemory: Nothing on the ladder fits.
         ResourceError: There are fewer GPUs than `train.gpus`.
     """
+    from tuneserve.train.launch import leave_other_launchers
+
     train = context.run.train
+    leave_other_launchers(train.gpus)
     prepare_libraries(train.zero > 0)
     rows, held_out = read_both(context)
     rung = _start(context, Rung(recipe_of(context, len(rows)), checkpointing_of(context)))
