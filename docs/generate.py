@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import re
 import sys
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any
 
-from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 from pydantic.fields import FieldInfo
 
-from tuneserve.config import RunFile, Size
+from tuneserve.allowed import allowed_values, entry_of, section_of, yaml_value
+from tuneserve.config import RunFile
 from tuneserve.errors import TuneserveError, error_classes
 from tuneserve.plan.build import Plan
 from tuneserve.plan.speed import step_seconds
@@ -42,17 +41,15 @@ Only `name`, `model.base` and `data.train` are required.
 
 <!-- Generated from src/tuneserve/config.py by docs/generate.py; do not edit by hand. -->
 """
-_NAMES = {int: "whole number", float: "number", bool: "true or false", str: "text"}
-_BOUNDS = {Ge: ("ge", ">= "), Gt: ("gt", "> "), Le: ("le", "<= "), Lt: ("lt", "< ")}
 
 
 def reference() -> str:
     """The page."""
     parts = [HEAD]
-    plain = [(n, f) for n, f in RunFile.model_fields.items() if _section(f.annotation) is None]
+    plain = [(n, f) for n, f in RunFile.model_fields.items() if section_of(f.annotation) is None]
     parts.append("\n## Top\n\n" + _table(plain))
     for name, field in RunFile.model_fields.items():
-        if (section := _section(field.annotation)) is not None:
+        if (section := section_of(field.annotation)) is not None:
             parts += _section_text(name, section, field)
     return "".join(parts)
 
@@ -60,10 +57,10 @@ def reference() -> str:
 def _section_text(path: str, section: type[Section], field: FieldInfo) -> Iterator[str]:
     """A section's heading, its purpose and its fields; sections inside it follow."""
     about = " ".join((section.__doc__ or field.description or "").split())
-    inner = [(n, f) for n, f in section.model_fields.items() if _section(f.annotation)]
-    same = {_section(f.annotation) for _, f in inner}
+    inner = [(n, f) for n, f in section.model_fields.items() if section_of(f.annotation)]
+    same = {section_of(f.annotation) for _, f in inner}
     yield f"\n## {path}\n\n{about}\n\n"
-    rows = [(n, f) for n, f in section.model_fields.items() if not _section(f.annotation)]
+    rows = [(n, f) for n, f in section.model_fields.items() if not section_of(f.annotation)]
     if rows:
         yield _table(rows)
     if len(inner) > 1 and len(same) == 1:  # one table for all that are alike, such as `engines`
@@ -77,7 +74,7 @@ def _section_text(path: str, section: type[Section], field: FieldInfo) -> Iterat
         if (entry := _entry(field.annotation)) is not None:
             yield f"\nEach entry of `{path}.{name}`:\n\n" + _table(list(entry.model_fields.items()))
     for name, sub in inner:
-        kind = _section(sub.annotation)
+        kind = section_of(sub.annotation)
         assert kind is not None
         yield from _section_text(f"{path}.{name}", kind, sub)
 
@@ -85,7 +82,12 @@ def _section_text(path: str, section: type[Section], field: FieldInfo) -> Iterat
 def _table(fields: list[tuple[str, FieldInfo]]) -> str:
     lines = ["| field | value | default | meaning |", "|---|---|---|---|"]
     for name, field in fields:
-        cells = (f"`{name}`", _type(field), _default(field), _cell(field.description or ""))
+        cells = (
+            f"`{name}`",
+            _cell(allowed_values(field, mark="`")),
+            _default(field),
+            _cell(field.description or ""),
+        )
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -94,68 +96,16 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def _type(field: FieldInfo) -> str:
-    bounds = []
-    for item in field.metadata:
-        for kind, (attribute, sign) in _BOUNDS.items():
-            if isinstance(item, kind):
-                bounds.append(f"{sign}{getattr(item, attribute):g}")
-        if isinstance(item, MinLen) and item.min_length > 1:
-            bounds.append(f"at least {item.min_length}")
-        if isinstance(item, MaxLen):
-            bounds.append(f"at most {item.max_length}")
-    text = _words(field.annotation, field)
-    return _cell(text + (f", {', '.join(bounds)}" if bounds else ""))
-
-
-def _words(kind: Any, field: FieldInfo | None = None) -> str:
-    metadata = field.metadata if field else []
-    if any(type(item).__name__ == "BeforeValidator" for item in metadata):
-        return "size, such as `700MiB` or bytes"
-    if kind == Size or get_origin(kind) is Annotated:
-        return _words(get_args(kind)[0])
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin is Literal:
-        return " \\| ".join(f"`{_yaml(value)}`" for value in inner).replace("\\|", "or")
-    if origin in (Union, types.UnionType):
-        return " or ".join(_words(part) for part in inner if part is not type(None))
-    if origin is list:
-        return f"list of {_plural(_words(inner[0]))}"
-    if origin is dict:
-        return f"names and their {_plural(_words(inner[1]))}"
-    if (section := _section(kind)) is not None:
-        return "{" + ", ".join(f"`{name}`" for name in section.model_fields) + "}"
-    return _NAMES.get(kind, getattr(kind, "__name__", str(kind)))
-
-
-def _plural(words: str) -> str:
-    return {"text": "texts", "number": "numbers", "whole number": "whole numbers"}.get(words, words)
-
-
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     value = field.get_default(call_default_factory=True)
-    return "unset" if value in (None, "") else f"`{_yaml(value)}`"
-
-
-def _yaml(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_yaml, value)) + "]"
-    if isinstance(value, int) and value >= 2**20 and value % 2**20 == 0:
-        return f"{value // 2**20}MiB"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return "unset" if value in (None, "") else f"`{yaml_value(value)}`"
 
 
 def _entry(kind: Any) -> type[Section] | None:
     """The section that a list holds, if it does."""
-    return _section(get_args(kind)[0]) if get_origin(kind) is list else None
-
-
-def _section(kind: Any) -> type[Section] | None:
-    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
+    return section_of(entry_of(kind))
 
 
 ERRORS_HEAD = """\

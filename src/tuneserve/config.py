@@ -50,7 +50,10 @@ def parse_size(value: Any) -> Any:
         raise ValueError(
             f"{value!r} is not a size; write it like 24GiB, 700MiB or a number of bytes"
         )
-    return int(float(match.group(1)) * _SIZE_UNITS[match.group(2).upper()])
+    size = float(match.group(1)) * _SIZE_UNITS[match.group(2).upper()]
+    if size >= 2**63:
+        raise ValueError(f"{value[:40]!r} is more bytes than any machine has")
+    return int(size)
 
 
 def parse_card(text: str) -> int:
@@ -143,7 +146,7 @@ class DataSection(Section):
         description="System prompt for conversations that have none; unset leaves them "
         "to the template.",
     )
-    seed: int = Field(0, ge=0, description="Seed of the train/eval split.")
+    seed: int = Field(0, ge=0, lt=2**31, description="Seed of the train/eval split.")
 
     @field_validator("train", "eval", mode="before")
     @classmethod
@@ -159,7 +162,7 @@ class LoraSection(Section):
         32, gt=0, description="Scale numerator: the update is scaled by alpha / r."
     )
     dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the adapter's input.")
-    target_modules: list[str] | Literal["all-linear"] = Field(
+    target_modules: Annotated[list[str], Field(min_length=1)] | Literal["all-linear"] = Field(
         "all-linear", description="Names of the linear layers that get an adapter, or all-linear."
     )
     use_rslora: bool = Field(False, description="Scale by alpha / sqrt(r) instead of alpha / r.")
@@ -184,7 +187,7 @@ class TrainSection(Section):
     effective_batch: int = Field(
         16, ge=1, description="Rows per optimizer step (micro-batch x accumulation)."
     )
-    micro_batch: int | Literal["auto"] = Field(
+    micro_batch: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         "auto", description="Rows per forward pass; auto takes the largest that the plan says fits."
     )
     learning_rate: float = Field(2e-4, gt=0, description="Peak learning rate.")
@@ -229,7 +232,7 @@ class TrainSection(Section):
     target_utilization: float = Field(
         0.88, gt=0, le=1, description="Share of the GPU's memory that the plan may fill."
     )
-    seed: int = Field(0, ge=0, description="Seed of adapter weights and row order.")
+    seed: int = Field(0, ge=0, lt=2**31, description="Seed of adapter weights and row order.")
     gpus: int = Field(
         1,
         ge=1,

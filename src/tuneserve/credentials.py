@@ -1,4 +1,4 @@
-"""No secret in a run file: addresses that carry one are refused.
+"""No secret in a run file: addresses that carry one are refused, and variables are named alone.
 
 Run files lie in repositories, Prefect keeps them as parameters, and every manifest holds a copy.
 """
@@ -13,6 +13,8 @@ from pydantic_core import PydanticCustomError
 from tuneserve.data.files import is_data_file
 
 REFUSED = "address_with_a_secret"
+NO_VARIABLE = "no_name_of_a_variable"
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # Names of query fields that sign a request or stand for a login: presigned URLs of S3
 # (X-Amz-Signature), Google (X-Goog-Signature), Azure (sig), and access tokens. Whole words at the
 # end: max_tokens and tokenizer say nothing secret.
@@ -43,6 +45,22 @@ def without_secret(address: str) -> str:
                 {"found": found},
             )
     return address
+
+
+def variable_name(text: str) -> str:
+    """The name of an environment variable as it is.
+
+    Raises:
+        PydanticCustomError: It is none: perhaps the secret itself, so its text does not repeat it.
+    """
+    if not _VARIABLE.fullmatch(text):
+        raise PydanticCustomError(
+            NO_VARIABLE,
+            "holds {count} characters that are no name of an environment variable; write the name "
+            "of the variable, such as TUNESERVE_KEY, and give the secret in the environment",
+            {"count": len(text)},
+        )
+    return text
 
 
 def _secret_in(address: str) -> str:

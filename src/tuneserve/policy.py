@@ -4,10 +4,11 @@ another holds what it needs, and who hears how it ended.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
+from tuneserve.credentials import variable_name
 from tuneserve.section import Section
 
 Event = Literal["promoted", "refused", "failed", "unchanged"]
@@ -53,7 +54,7 @@ class OverlapSection(Section):
 class NotifySection(Section):
     """Who hears how a run ended: a webhook, with the gates' findings, and a command."""
 
-    url_env: str | None = Field(
+    url_env: Annotated[str, AfterValidator(variable_name)] | None = Field(
         None,
         description="Environment variable that holds the webhook's URL, which is a secret; the "
         "URL itself never here.",

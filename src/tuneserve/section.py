@@ -2,16 +2,42 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterator
+from typing import Annotated, Any, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
+
+NOT_A_NUMBER = "true_or_false_for_a_number"
 
 
 class Section(BaseModel):
     """A part of the run file: frozen, and a field it does not know is an error."""
 
     # A value that is refused may hold a secret, and who shows the error may keep it.
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", hide_input_in_errors=True, allow_inf_nan=False
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """pydantic takes true for 1, and YAML reads `yes` and `on` as true."""
+        if isinstance(value, bool):
+            taken = set(_kinds(cls.model_fields[str(info.field_name)].annotation))
+            if taken & {int, float} and bool not in taken:
+                raise PydanticCustomError(NOT_A_NUMBER, "true and false are no numbers")
+        return value
+
+
+def _kinds(annotation: Any) -> Iterator[Any]:
+    """An annotation's types, without those inside lists."""
+    if get_origin(annotation) in (Annotated, Union, types.UnionType):
+        for part in get_args(annotation):
+            yield from _kinds(part)
+    else:
+        yield annotation if isinstance(annotation, type) else None
 
 
 def field_paths(kind: type[BaseModel], before: str = "") -> Iterator[str]:

@@ -82,7 +82,7 @@ class GatesSection(Section):
     confidence: float = Field(
         0.95, gt=0.5, lt=1, description="Share of bootstrap draws that an interval spans."
     )
-    seed: int = Field(0, ge=0, description="Seed of the bootstrap's draws.")
+    seed: int = Field(0, ge=0, lt=2**31, description="Seed of the bootstrap's draws.")
     must_beat_base: bool = Field(
         True, description="The served model's loss must be below the base model's."
     )

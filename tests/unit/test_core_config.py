@@ -112,7 +112,7 @@ def test_what_is_no_size_is_refused(text: str) -> None:
     [
         ("name: a\nname: b\n", ":2:1: the key 'name' occurs twice"),
         ("name: [a\n", ":2:1: "),
-        ("- a\n", "holds list"),
+        ("- a\n", "holds a list"),
         ("", "run.yaml: is empty"),
         ("# name: a\n", "run.yaml: is empty"),
     ],

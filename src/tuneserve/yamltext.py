@@ -1,0 +1,140 @@
+"""YAML as run files have it: nothing is resolved silently, and every field has its line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from tuneserve.errors import RunFileError
+
+Loc = tuple[int | str, ...]
+
+# What to do about what the parser says, by a part of its words.
+_HINTS = {
+    "'\\t'": "indent with spaces, not tabs",
+    "mapping values are not allowed": "put text that holds a colon and a space in quotes",
+    "cannot start any token": "put text that begins with this character in quotes",
+    "unknown escape": "use single quotes: in double quotes a backslash begins an escape",
+    "occurs twice": "keep one of the two",
+    "another document": "one file holds one run: remove the line --- and what follows it",
+    "the tag": "write the value without a tag (the word behind the exclamation mark)",
+    "undefined alias": "put text that begins with * in quotes",
+    "cannot be the name": "docs/run-file.md has the names of the fields",
+}
+# Of text, and of `<<`, by which a mapping takes over another's fields.
+_TEXT_TAGS = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge")
+_DEEPEST = "more levels of nesting than any run file has"
+
+
+def read_yaml(text: str, source: str) -> Any:
+    """What a YAML text holds.
+
+    Args:
+        text: The text.
+        source: What error messages call it.
+
+    Raises:
+        RunFileError: It is not YAML, repeats a key, or holds a value that is none, with
+            line and column.
+    """
+    try:
+        return yaml.load(text, Loader=_StrictLoader)  # a SafeLoader
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise RunFileError(
+            f"{source}:{line}: the character U+{_code(error.character):04X} is none of YAML's",
+            expected="text without control characters",
+            hint="remove it, or save the file as UTF-8 text",
+        ) from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
+        problem = str(getattr(error, "problem", None) or error)
+        hints = (hint for part, hint in _HINTS.items() if part in problem)
+        raise RunFileError(
+            f"{where}: {problem}",
+            expected="valid YAML",
+            hint=next(hints, "mend the line named"),
+        ) from error
+    except RecursionError:
+        raise RunFileError(
+            f"{source}: holds {_DEEPEST}", expected="valid YAML", hint="count the brackets"
+        ) from None
+
+
+def _code(character: str | int) -> int:
+    return character if isinstance(character, int) else ord(character)
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """SafeLoader that refuses a repeated key, which YAML readers otherwise resolve silently to
+    the last, leaves dates the text they are, and says where a value is that it cannot read.
+    """
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in known if not tag.endswith(":timestamp")]
+        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, KeyError, TypeError) as error:  # as int() and a table of words say it
+            kind = node.tag.rpartition(":")[2]
+            shown = str(node.value)[:40] if isinstance(node, yaml.ScalarNode) else "this"
+            raise yaml.constructor.ConstructorError(
+                None, None, f"{shown!r} is no {kind} that can be read", node.start_mark
+            ) from error
+
+
+def _strict_mapping(
+    loader: _StrictLoader, node: yaml.MappingNode, deep: bool = False
+) -> dict[Any, Any]:
+    seen: set[str] = set()
+    for key, _ in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            problem = f"a {key.id} cannot be the name of a field"
+        elif key.tag not in _TEXT_TAGS:
+            kind = key.tag.rpartition(":")[2]
+            problem = f"the key {key.value!r} is a {kind} in YAML and cannot be the name of a field"
+        elif key.value in seen:
+            problem = f"the key {key.value!r} occurs twice"
+        else:
+            seen.add(key.value)
+            continue
+        raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+    return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
+
+
+_StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _strict_mapping)
+
+
+def lines_of(text: str) -> dict[Loc, int]:
+    """Lines, from 1, of the fields and list entries of a YAML text. What an alias repeats has that
+    of the first place alone.
+    """
+    found: dict[Loc, int] = {}
+    walked: set[yaml.Node] = set()
+
+    def walk(node: yaml.Node | None, loc: Loc) -> None:
+        if node is None or node in walked:
+            return
+        walked.add(node)
+        inside: list[tuple[int | str, yaml.Node, yaml.Node]] = []
+        if isinstance(node, yaml.MappingNode):
+            inside = [(key.value, key, value) for key, value in node.value]
+        elif isinstance(node, yaml.SequenceNode):
+            inside = [(index, entry, entry) for index, entry in enumerate(node.value)]
+        for name, place, value in inside:
+            found[(*loc, name)] = place.start_mark.line + 1
+            walk(value, (*loc, name))
+
+    walk(yaml.compose(text, Loader=_StrictLoader), ())
+    return found
+
+
+def line_of(lines: dict[Loc, int], loc: Loc) -> int | None:
+    """The line of a field; of the section around it where the field itself is not written."""
+    ways = (lines.get(loc[:end]) for end in range(len(loc), 0, -1))
+    return next((line for line in ways if line), None)

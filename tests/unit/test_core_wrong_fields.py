@@ -1,0 +1,216 @@
+"""Whatever stands in a field of the run file: the answer is in the run file's words."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from tuneserve.config import RunFile
+from tuneserve.errors import RunFileError
+from tuneserve.runfile import load_run_file, parse_run
+from tuneserve.section import field_paths
+from tuneserve.wrongfields import SENTENCES
+
+GOOD: dict[str, Any] = {
+    "name": "demo",
+    "model": {"base": "org/name"},
+    "data": {"train": "train.jsonl"},
+}
+VALUES: list[Any] = [
+    None, True, False, 0, -1, 1, 2.5, -2.5, 3, 10**30, float("nan"), float("inf"), "", "x", "12x",
+    "1e400", "9" * 5000, "a" * 100, "\ud800", b"ab", [], ["x"], [1], [[1]], [None], [{}],
+    [{"prompt": ""}], [{"prompt": "a", "contains": 3}], [{"prompt": "a", "matches": "("}], {},
+    {"a": 1}, {1: 2}, {"a", "b"}, "https://a:b@c/d", "sk-0123456789abcdef",
+]  # fmt: skip
+# What pydantic's own sentences are made of.
+RAW = re.compile(
+    r"Input|should be|should have|Extra inputs|permitted|Field required|Value error|unable to"
+    r"|\bvalid\b|validation|\[type=|instance of|Unable|NoneType|match pattern|literal\["
+)
+
+
+def with_value(path: str, value: Any) -> dict[str, Any]:
+    data = copy.deepcopy(GOOD)
+    node = data
+    *parents, last = path.split(".")
+    for parent in parents:
+        node = node.setdefault(parent, {})
+    node[last] = value
+    return data
+
+
+def wrong_values() -> Iterator[tuple[str, Any]]:
+    for path in field_paths(RunFile):
+        for value in VALUES:
+            yield path, value
+
+
+def problems_of(data: dict[str, Any]) -> list[str]:
+    with pytest.raises(RunFileError) as caught:
+        parse_run(data)
+    return caught.value.message.split("\n  ")[1:]
+
+
+def test_no_field_and_no_wrong_value_is_answered_in_the_validators_words() -> None:
+    types: set[str] = set()
+    refused: dict[str, int] = {}
+    for path, value in wrong_values():
+        data = with_value(path, value)
+        try:
+            RunFile.model_validate(data)
+        except ValidationError as error:
+            types |= {item["type"] for item in error.errors()}
+        else:
+            continue
+        refused[path] = refused.get(path, 0) + 1
+        problems = problems_of(data)
+        assert len(set(problems)) == len(problems)
+        for problem in problems:
+            where, _, said = problem.partition(": ")
+            assert said and len(problem) < 400, problem
+            assert not RAW.search(said.replace(repr(value), "")), problem
+            assert where.startswith((path, path.rpartition(".")[0])), problem
+    assert set(refused) == set(field_paths(RunFile)), "every field refuses something"
+    own = {"value_error", "address_with_a_secret", "no_name_of_a_variable"}
+    assert types - own <= set(SENTENCES), "each type has its sentence"
+    assert len(types) >= 24
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("train.lora.r", 0, "0 is too small; expected a whole number, >= 1"),
+        ("train.lora.r", 2.5, "2.5 is not whole; expected a whole number, >= 1"),
+        ("data.eval_fraction", 1, "1 is too large; expected a number, >= 0, < 1"),
+        (
+            "data.max_rejected",
+            "2%",
+            "'2%' is no number; expected a number, >= 0, <= 1; write 0.02",
+        ),
+        (
+            "train.learning_rate",
+            "0,01",
+            "'0,01' is no number; expected a number, > 0; write 0.01, or the digits alone",
+        ),
+        (
+            "train.method",
+            "qlorra",
+            "'qlorra' is none of them; expected qlora or lora; did you mean qlora?",
+        ),
+        (
+            "train.micro_batch",
+            "all",
+            "'all' is no number; expected a whole number, >= 1, or auto",
+        ),
+        (
+            "train.micro_batch",
+            0,
+            "0 is too small; expected a whole number, >= 1, or auto",
+        ),
+        ("data.system", 7, "found 7; expected text; put it in quotes"),
+        (
+            "train.epochs",
+            True,
+            "found true; expected a number, > 0; YAML reads yes, no, on and off as true and "
+            "false: put a word in quotes",
+        ),
+        (
+            "train.epochs",
+            float("inf"),
+            "inf is not finite; expected a number, > 0",
+        ),
+        (
+            "quantize.methods",
+            "awq",
+            "found 'awq'; expected a list of gptq or awq or none, not empty; write ['awq']",
+        ),
+        (
+            "name",
+            "My Bot!",
+            "'My Bot!' is no such name; expected text of lower-case letters, digits and dashes, "
+            "the first no dash, at most 63 characters; for example my-bot",
+        ),
+        (
+            "model",
+            None,
+            "found nothing; expected fields below it: base, revision, chat_template, "
+            "trust_remote_code; write it, or take the line out",
+        ),
+        (
+            "merge.max_memory",
+            "9" * 400,
+            f"'{'9' * 40}' is more bytes than any machine has",
+        ),
+        ("train.seed", 2**40, "1099511627776 is too large; expected a whole number, >= 0, < "),
+    ],
+)
+def test_what_was_found_what_is_taken_and_what_was_meant(path: str, value: Any, said: str) -> None:
+    (problem,) = problems_of(with_value(path, value))
+    assert problem.startswith(f"{path}: {said}")
+
+
+def test_a_field_of_several_kinds_is_one_problem_and_its_entries_are_named_alone() -> None:
+    assert problems_of(with_value("train.lora.target_modules", ["q_proj", 3])) == [
+        "train.lora.target_modules.1: found 3; expected text; put it in quotes"
+    ]
+    assert problems_of(with_value("train.lora.target_modules", [])) == [
+        "train.lora.target_modules: is empty; expected a list of texts, not empty, or all-linear"
+    ]
+
+
+@pytest.mark.parametrize("secret", ["https://hooks.example.org/T0/s3cret", "sk-s3cret", "s3cret x"])
+def test_a_secret_in_the_place_of_its_variable_is_refused_unrepeated(secret: str) -> None:
+    for path in ("serve.api_key_env", "notify.url_env"):
+        (problem,) = problems_of(with_value(path, secret))
+        assert problem.startswith(f"{path}: holds {len(secret)} characters") and "s3cret" not in (
+            problem.replace(path, "")
+        )
+        assert "write the name of the variable" in problem
+
+
+def test_what_an_alias_repeats_a_million_times_is_not_written_out(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    levels = "".join(f"k{n}: &k{n} [*k{n - 1}, *k{n - 1}]\n" for n in range(1, 31))
+    path.write_text(f"k0: &k0 [1, 1]\n{levels}name: *k30\ndata: {{train: *k30}}\n")
+    with pytest.raises(RunFileError) as caught:
+        load_run_file(path)
+    assert "name: found a list" in caught.value.message and len(str(caught.value)) < 5000
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "hint"),
+    [
+        ("name: a\nx: " + "9" * 5000, ":2:4: '9999", "mend the line"),
+        ("name: !!int x\n", ":1:7: 'x' is no int", "mend the line"),
+        ("name: !!bool x\n", ":1:7: 'x' is no bool", "mend the line"),
+        ("? [a, b]\n: c\n", ":1:3: a sequence cannot be the name", "docs/run-file.md"),
+        ("name: a\nyes: 2\n", ":2:1: the key 'yes' is a bool", "docs/run-file.md"),
+        ("name: a\0\n", ":1: the character U+0000", "remove it"),
+        ("name: a\n\tmodel: x\n", ":2:1: ", "spaces, not tabs"),
+        ("name: a: b\n", ":1:8: ", "in quotes"),
+        ("name: a\n---\nname: b\n", ":2:1: ", "one file holds one run"),
+        ("name: " + "[" * 3000 + "]" * 3000, ": holds more levels", "count the brackets"),
+        ('name: a\nx: "C:\\models"\n', ":2:8: ", "single quotes"),
+    ],
+)
+def test_what_is_no_yaml_says_where_and_what_to_do(
+    text: str, where: str, hint: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(RunFileError) as caught:
+        load_run_file(path)
+    assert caught.value.message.startswith(f"{path}{where}") and hint in caught.value.hint
+    assert len(str(caught.value)) < 500
+
+
+def test_a_date_is_the_text_it_is_written_as(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("name: a\nmodel: {base: org/x, revision: 2024-01-31}\ndata: {train: t}\n")
+    assert load_run_file(path).model.revision == "2024-01-31"
