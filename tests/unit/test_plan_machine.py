@@ -82,6 +82,35 @@ def test_hidden_cards_do_not_exist(smi: Path) -> None:
     assert first_gpu({"CUDA_VISIBLE_DEVICES": ""}) is None
 
 
+def test_a_driver_that_does_not_know_compute_cap(
+    smi: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It refuses the whole query; the card is there all the same, and taken for one with bf16."""
+    smi.write_text(
+        '#!/bin/sh\ncase "$1" in\n'
+        "*compute_cap*) echo 'Field \"compute_cap\" is not a valid field to query.'; exit 2;;\n"
+        "--query-gpu*) printf '0, GPU-aa, A100, 81920, 81000\\n';; esac\n"
+    )
+    (card,) = visible_cards({})
+    assert (card.name, card.total_bytes, card.capability) == ("A100", 81920 * MIB, None)
+    assert card.has_bf16 and not caplog.text
+
+
+def test_a_process_may_be_called_anything(smi: Path) -> None:
+    """Ray and others write arguments into their titles; some rows are no processes."""
+    smi.write_text(
+        '#!/bin/sh\ncase "$1" in\n'
+        "--query-gpu*) printf '0, GPU-aa, A100, 81920, 1000, 8.0\\n';;\n"
+        "*) printf 'GPU-aa, 999999998, ray::fit(2, lr=3), 60000\\nGPU-aa, 999999999, a/b, 20000'\n"
+        "   printf '\\nGPU-aa, [N/A], [N/A], [N/A]\\nNo running processes found\\n';; esac\n"
+    )
+    (card,) = visible_cards({})
+    assert [str(process) for process in card.foreign] == [
+        "process 999999998 (ray::fit(2, lr=3), 58.6 GiB)",
+        "process 999999999 (b, 19.5 GiB)",
+    ]
+
+
 def test_broken_driver_is_said(smi: Path, caplog: pytest.LogCaptureFixture) -> None:
     smi.write_text("#!/bin/sh\nexit 9\n")
     assert first_gpu({}) is None

@@ -121,7 +121,9 @@ def first_gpu(environment: Mapping[str, str] = os.environ) -> Gpu | None:
 
 def visible_cards(environment: Mapping[str, str] = os.environ) -> list[Gpu]:
     """The cards that CUDA would show, in its order, by `nvidia-smi`."""
-    rows = _smi("--query-gpu=index,uuid,name,memory.total,memory.free,compute_cap")
+    asked = "--query-gpu=index,uuid,name,memory.total,memory.free"
+    # Drivers before 510 do not know the last field, and answer nothing at all.
+    rows = _smi(f"{asked},compute_cap", silent=True) or _smi(asked)
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         wanted = [name.strip() for name in visible.split(",") if name.strip()]
@@ -134,7 +136,7 @@ def visible_cards(environment: Mapping[str, str] = os.environ) -> list[Gpu]:
             name,
             _mib(total),
             _mib(free),
-            tuple(_process(*p) for o, *p in held if o == uuid),
+            tuple(_process(*p) for o, *p in held if o == uuid and len(p) >= 3 and p[0].isdigit()),
             _capability(*rest),
         )
         for _, uuid, name, total, free, *rest in rows
@@ -147,7 +149,9 @@ def driver_version() -> str | None:
     return found[0] if found and found[0][:1].isdigit() else None
 
 
-def _process(pid: str, path: str, used: str) -> GpuProcess:
+def _process(pid: str, *rest: str) -> GpuProcess:
+    *name, used = rest
+    path = ", ".join(name)  # a process may call itself what it likes, commas included
     return GpuProcess(int(pid), Path(path).name or path, _mib(used), _is_ours(int(pid)))
 
 
@@ -160,7 +164,7 @@ def _mib(text: str) -> int:
     return int(text) * _MIB if text.isdigit() else 0  # "[N/A]" inside some containers
 
 
-def _smi(query: str) -> list[list[str]]:
+def _smi(query: str, *, silent: bool = False) -> list[list[str]]:
     if not shutil.which("nvidia-smi"):
         return []
     try:
@@ -172,7 +176,8 @@ def _smi(query: str) -> list[list[str]]:
             check=True,
         )
     except (OSError, subprocess.SubprocessError) as error:
-        log.warning("nvidia-smi did not answer (%s); planning without a GPU", error)
+        if not silent:
+            log.warning("nvidia-smi did not answer (%s); planning without a GPU", error)
         return []
     return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line]
 
