@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from tuneserve.config import RunFile
-from tuneserve.plan.arch import Arch, arch_from_config
+from tuneserve.plan.arch import Arch, Linear, arch_from_config
 from tuneserve.plan.checks import QUANTIZABLE, exportable, problems, target_linears, warnings
 from tuneserve.plan.rows import DataShape, data_shape, data_shape_from_metrics
 from tuneserve.quantize.checks import kernel_problems
@@ -119,6 +120,19 @@ def test_unknown_architecture() -> None:
     laddered = run(quantize={"methods": ["gptq", "none"]})
     assert found(laddered, novel) == []
     assert any("16 bits" in text for text in warnings(laddered, novel, DATA, gpu=True))
+
+
+def test_routers_are_not_quantized_and_may_have_any_size() -> None:
+    """Qwen2-MoE chooses among 60 experts, and whether to ask the shared one."""
+    linears = (
+        *arch().linears,
+        Linear("gate", 576, 60, 30),
+        Linear("shared_expert_gate", 576, 1, 30),
+    )
+    experts = replace(arch(), linears=linears)
+    assert found(run(), experts) == []
+    odd = replace(arch(), linears=(*linears, Linear("up_proj", 576, 60, 30)))
+    assert "which up_proj (576 to 60) are not" in found(run(), odd)[0]
 
 
 @pytest.mark.parametrize("gpu", [True, False])

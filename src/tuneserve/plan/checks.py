@@ -7,7 +7,7 @@ import importlib.util
 from tuneserve.config import RunFile
 from tuneserve.devices import FLOAT32_FAMILIES
 from tuneserve.parallel import ServedShape, tensor_parallel_problems
-from tuneserve.plan.arch import Arch, Linear
+from tuneserve.plan.arch import EMBEDDINGS, HEADS, Arch, Linear
 from tuneserve.plan.rows import DataShape
 from tuneserve.quantize.calibration import enough
 from tuneserve.quantize.checks import KERNEL_FEATURES
@@ -35,8 +35,8 @@ _FAILS = {
     "gpt2": "its layers are stored transposed",
 }
 _GROUPS = (128, 64, 32)
-_HEAD_NAMES = ("lm_head", "embed_out")
-_EMBEDDING_NAMES = ("embed_tokens", "wte", "word_embeddings")
+# What chooses among experts stays in 16 bits.
+_ROUTERS = ("gate", "router", "shared_expert_gate")
 
 
 def problems(
@@ -101,6 +101,13 @@ def target_linears(run: RunFile, arch: Arch) -> tuple[Linear, ...]:
     return tuple(linear for linear in arch.linears if linear.name in names)
 
 
+def whole_linears(run: RunFile, arch: Arch) -> tuple[Linear, ...]:
+    """The linear layers that `train.lora.modules_to_save` trains whole, beside what they began as.
+    """
+    names = {name.rsplit(".", 1)[-1] for name in run.train.lora.modules_to_save}
+    return tuple(linear for linear in arch.linears if linear.name in names)
+
+
 def _adapter_problems(run: RunFile, arch: Arch) -> list[str]:
     found = []
     lora = run.train.lora
@@ -108,12 +115,12 @@ def _adapter_problems(run: RunFile, arch: Arch) -> list[str]:
     wanted = [] if lora.target_modules == "all-linear" else list(lora.target_modules)
     for name in wanted:
         leaf = name.rsplit(".", 1)[-1]
-        if leaf in _HEAD_NAMES + _EMBEDDING_NAMES and arch.tied:
+        if leaf in HEADS + EMBEDDINGS and arch.tied:
             found.append(
                 f"train.lora.target_modules: {name} is tied to the embedding of this model, and an "
                 "adapter on one would change both; leave it out"
             )
-        elif leaf in _HEAD_NAMES:
+        elif leaf in HEADS:
             found.append(
                 f"train.lora.target_modules: {name} cannot have an adapter, because the loss reads "
                 "the head's weight itself; list it in train.lora.modules_to_save instead"
@@ -124,7 +131,7 @@ def _adapter_problems(run: RunFile, arch: Arch) -> list[str]:
             )
     if not wanted and lora.target_modules != "all-linear":
         found.append(f"train.lora.target_modules is empty; there are {available}")
-    known = (*arch.linear_names(), *_HEAD_NAMES, *_EMBEDDING_NAMES)
+    known = (*arch.linear_names(), *HEADS, *EMBEDDINGS)
     for name in lora.modules_to_save:
         leaf = name.rsplit(".", 1)[-1]
         if leaf not in known and "norm" not in leaf and not leaf.startswith("ln_"):
@@ -193,12 +200,17 @@ def _without_export(run: RunFile, arch: Arch, data: DataShape | None) -> list[st
     return found
 
 
+def _quantized(arch: Arch) -> list[Linear]:
+    """The linear layers that an export packs."""
+    return [linear for linear in arch.linears if linear.name not in _ROUTERS]
+
+
 def _odd_sizes(arch: Arch) -> list[str]:
     """Linear layers whose sizes vLLM's 4-bit kernels do not take, whatever the group size."""
     return sorted(
         {
             f"{t.name} ({t.in_features} to {t.out_features})"
-            for t in arch.linears
+            for t in _quantized(arch)
             if t.in_features % KERNEL_FEATURES or t.out_features % KERNEL_FEATURES
         }
     )
@@ -207,12 +219,11 @@ def _odd_sizes(arch: Arch) -> list[str]:
 def _group_problems(group: int, arch: Arch) -> list[str]:
     if group < 0:
         return []
-    odd = sorted({f"{t.name} ({t.in_features})" for t in arch.linears if t.in_features % group})
+    linears = _quantized(arch)
+    odd = sorted({f"{t.name} ({t.in_features})" for t in linears if t.in_features % group})
     if not odd:
         return []
-    fitting = [
-        str(size) for size in _GROUPS if all(t.in_features % size == 0 for t in arch.linears)
-    ]
+    fitting = [str(size) for size in _GROUPS if all(t.in_features % size == 0 for t in linears)]
     return [
         f"quantize.group_size: {group} does not divide the inputs of {', '.join(odd)}, which no "
         f"server would load; use {' or '.join([*fitting, '-1'])}"
@@ -316,7 +327,7 @@ def warnings(run: RunFile, arch: Arch, data: DataShape | None, *, gpu: bool) -> 
         )
     if gpu and methods and not findings:
         narrow = sorted(
-            {t.name for t in arch.linears if t.in_features % 128 or t.out_features % 64}
+            {t.name for t in _quantized(arch) if t.in_features % 128 or t.out_features % 64}
         )
         if narrow:
             found.append(
