@@ -7,73 +7,24 @@ format's code; secrets live in the environment and are named here, never held
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    PrivateAttr,
+    field_validator,
+    model_validator,
+)
 
 from tuneserve.credentials import without_secret
 from tuneserve.endpoint import ServeSection as ServeSection
 from tuneserve.parallel import check_zero, refuse_other_sharding
 from tuneserve.policy import BudgetSection, NotifySection, OverlapSection
-from tuneserve.section import Section
+from tuneserve.section import Section, Written
+from tuneserve.sizes import Size
 from tuneserve.thresholds import GatesSection as GatesSection
-
-_SIZE_UNITS = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-    # As docker and systemd read them.
-    "K": 2**10,
-    "M": 2**20,
-    "G": 2**30,
-    "T": 2**40,
-}
-
-
-def parse_size(value: Any) -> Any:
-    """Read a byte count such as ``24GiB``, ``24G``, ``700 MiB`` or ``1000000``; other types pass
-    through unchanged.
-    """
-    if not isinstance(value, str):
-        return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
-    if not match or match.group(2).upper() not in _SIZE_UNITS:
-        raise ValueError(
-            f"{value!r} is not a size; write it like 24GiB, 700MiB or a number of bytes"
-        )
-    size = float(match.group(1)) * _SIZE_UNITS[match.group(2).upper()]
-    if size >= 2**63:
-        raise ValueError(f"{value[:40]!r} is more bytes than any machine has")
-    return int(size)
-
-
-def parse_card(text: str) -> int:
-    """Read the memory of a card in bytes, as `parse_size`; less than 1 GiB is no card's.
-
-    Raises:
-        ValueError: It is none; the message says how to write it.
-    """
-    size: int = parse_size(text)
-    if size < 2**30:
-        bare = text.strip()
-        meant = "24GiB"
-        if bare.isdigit() and len(bare) < 7:
-            meant = bare + ("GiB" if len(bare) < 4 else "MiB")  # the latter as nvidia-smi counts
-        raise ValueError(f"{text!r} is {size:,} bytes, and a card has 1 GiB or more; write {meant}")
-    return size
-
-
-Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
-
 
 # A path, a hub id or an address; an address must not carry a secret.
 Place = Annotated[str, AfterValidator(without_secret)]
@@ -378,6 +329,12 @@ class StoreSection(Section):
 
 class RunFile(Section):
     """One run: data and base in, endpoint out."""
+
+    _written: Written = PrivateAttr(default_factory=Written)
+
+    def where(self, path: str) -> str:
+        """The path of a field, with file and line where the run was read from a file."""
+        return self._written.where(path)
 
     name: str = Field(
         pattern=r"^[a-z0-9][a-z0-9-]{0,62}$", description="Name of the run, lower case with dashes."

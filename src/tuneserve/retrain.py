@@ -16,9 +16,9 @@ from typing import Any
 
 from tuneserve.calls import StageCall, StageResult, open_store
 from tuneserve.config import RunFile
-from tuneserve.data.files import check_local
 from tuneserve.devices import visible_gpus
 from tuneserve.errors import GateRefused, TuneserveError
+from tuneserve.named import check_named
 from tuneserve.notify import notify, run_command
 from tuneserve.pipeline import Execute, PipelineResult, finetune_to_serve
 from tuneserve.runlock import hold
@@ -90,10 +90,10 @@ def retrain(
 
 
 def _check_first(run: RunFile, runs: Runs, record: RunRecord) -> None:
-    """What can be seen at once, before others are waited for: data files and variables."""
+    """What can be seen at once, before others are waited for: variables, and what is local."""
     try:
         check_variables(run, os.environ)
-        check_local([*run.data.train, *run.data.eval])
+        check_named(run)
     except TuneserveError as error:
         record.started, record.state, record.error = now(), "failed", str(error)
         with runs.recording(record):

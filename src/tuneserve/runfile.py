@@ -5,6 +5,7 @@ Relative paths in a run file are taken from its own folder.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,7 +13,7 @@ from pydantic import ValidationError
 
 from tuneserve.config import RunFile
 from tuneserve.errors import RunFileError
-from tuneserve.section import Section
+from tuneserve.section import Section, Written
 from tuneserve.wrongfields import run_file_error
 from tuneserve.yamltext import lines_of, read_yaml
 
@@ -76,11 +77,12 @@ def parse_run(
     Raises:
         RunFileError: Lists every wrong field with its path.
     """
+    lines = lines_of(text) if text else {}
     try:
         run = RunFile.model_validate(data)
     except ValidationError as error:
-        lines = lines_of(text) if text else {}
         raise run_file_error(error, source, RunFile, lines) from None
+    run._written = Written(source, {".".join(map(str, loc)): at for loc, at in lines.items()})
     return run if folder is None else _absolute(run, folder)
 
 
@@ -105,7 +107,7 @@ def _absolute(run: RunFile, folder: Path) -> RunFile:
         for name, engine in run.engines
     }
 
-    base = run.model.base
+    base = os.path.expanduser(run.model.base)
     # A hub id (org/name) looks like a relative path: it is one only when that folder exists.
     if base.startswith(("./", "../")) or (
         not base.startswith("builtin:") and (folder / base).is_dir()

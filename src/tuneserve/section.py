@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 NOT_A_NUMBER = "true_or_false_for_a_number"
+
+
+class Written:
+    """Where fields stand in a file. It says nothing of what they are: all are equal."""
+
+    def __init__(self, source: str = "", lines: Mapping[str, int] | None = None) -> None:
+        self._source, self._lines = source, dict(lines or {})
+
+    def where(self, path: str) -> str:
+        """The path of a field, with file and line where they are known."""
+        around = path
+        while around and around not in self._lines:
+            around = around.rpartition(".")[0]
+        return f"{self._source}:{self._lines[around]}: {path}" if around else path
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Written)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 class Section(BaseModel):

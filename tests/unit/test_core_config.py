@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from tuneserve.config import RunFile, parse_card, parse_size
+from tuneserve.config import RunFile
 from tuneserve.errors import RunFileError
 from tuneserve.runfile import load_run_file, parse_run
+from tuneserve.sizes import parse_card, parse_size
 
 ROOT = Path(__file__).parents[2]
 GOOD: dict[str, Any] = {

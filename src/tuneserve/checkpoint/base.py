@@ -84,7 +84,7 @@ def resolve_base(model: ModelSection) -> Path:
     """
     if model.base.startswith("builtin:"):
         folder = _builtin(model.base)
-    elif _is_folder(model.base):
+    elif is_folder(model.base):
         folder = Path(model.base)
     else:
         folder = download(model, weights=True)
@@ -105,7 +105,7 @@ def peek_base(model: ModelSection) -> Path:
             folder = folder.with_name(f"{folder.name}.config")
             folder.mkdir(parents=True, exist_ok=True)
             write_json_atomic(folder / "config.json", BUILTIN_CONFIG)
-    elif _is_folder(model.base):
+    elif is_folder(model.base):
         folder = Path(model.base)
     else:
         folder = download(model, weights=False)
@@ -113,7 +113,7 @@ def peek_base(model: ModelSection) -> Path:
     return folder
 
 
-def _is_folder(base: str) -> bool:
+def is_folder(base: str) -> bool:
     """A hub id (org/name) looks like a relative path: it is one only when that folder exists."""
     return Path(base).is_absolute() or base.startswith(".") or Path(base).is_dir()
 

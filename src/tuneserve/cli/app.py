@@ -79,7 +79,9 @@ def execute(call: StageCall) -> StageResult:
 def validated(run: RunFile) -> tuple[Path, StageResult]:
     """Fetch the base and validate the data: what every later stage needs."""
     from tuneserve.calls import StageCall
+    from tuneserve.named import check_named
 
+    check_named(run)
     base = Path(execute(StageCall("fetch", run)).metrics["path"])
     return base, execute(StageCall("validate", run, base))
 

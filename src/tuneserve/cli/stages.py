@@ -80,8 +80,8 @@ def plan(
     as_json: JsonOption = False,
 ) -> None:
     """Predict peak memory, disk and the micro-batch of every stage, before anything runs."""
-    from tuneserve.config import parse_card
     from tuneserve.plan import plan_run
+    from tuneserve.sizes import parse_card
 
     if calibrate:
         from tuneserve.plan.calibrate import calibrate as fit_here
@@ -110,12 +110,12 @@ def plan(
 def train(run_file: RunArgument, as_json: JsonOption = False) -> None:
     """Train the adapter: fetch, validate and plan first; a finished adapter is re-used."""
     from tuneserve.calls import StageCall
-    from tuneserve.data.files import check_local
+    from tuneserve.named import check_named
     from tuneserve.runlock import hold
     from tuneserve.runs import now
 
     run = load(run_file)
-    check_local([*run.data.train, *run.data.eval])  # before others are waited for
+    check_named(run)  # before others are waited for
     with hold(run, "tuneserve train", now()):
         base, dataset = validated(run)
         inputs = {"dataset": dataset.artifact or ""}
@@ -178,8 +178,8 @@ def merge(
         return
     if base is None or adapter is None or out is None:
         raise typer.BadParameter("give --base, --adapter and --out, or --verify alone")
-    from tuneserve.config import parse_size
     from tuneserve.merge import merge_adapter
+    from tuneserve.sizes import parse_size
 
     if base_weights not in ("original", "nf4"):
         raise typer.BadParameter(

@@ -31,8 +31,8 @@ def init(
     as_json: JsonOption = False,
 ) -> None:
     """Look at your data and your card, and write a run file that fits both."""
-    from tuneserve.config import parse_card
     from tuneserve.init import init_run
+    from tuneserve.sizes import parse_card
 
     try:
         gpu_bytes = parse_card(gpu_memory) if gpu_memory else None

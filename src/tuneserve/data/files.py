@@ -7,6 +7,7 @@ import gzip
 import io
 import os
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, cast
 
@@ -52,24 +53,33 @@ def expand_paths(paths: list[str]) -> list[str]:
         if problem:
             problems.append(problem)
         found.update(dict.fromkeys(files))
-    if problems:
-        count = "a data path matches" if len(problems) == 1 else f"{len(problems)} data paths match"
-        raise DataError(
-            f"{count} nothing:\n    " + "\n    ".join(problems),
-            expected=f"a file, a folder with {', '.join(_KINDS)} files, a glob or a URL",
-            hint="mend data.train or data.eval in the run file",
-            details={"unmatched": problems},
-        )
+    _refuse(problems)
     return list(found)
 
 
-def check_local(paths: list[str]) -> None:
+def _refuse(problems: list[str]) -> None:
+    if not problems:
+        return
+    count = "a data path matches" if len(problems) == 1 else f"{len(problems)} data paths match"
+    raise DataError(
+        f"{count} nothing:\n    " + "\n    ".join(problems),
+        expected=f"a file, a folder with {', '.join(_KINDS)} files, a glob or a URL",
+        hint="mend data.train or data.eval in the run file",
+        details={"unmatched": problems},
+    )
+
+
+def check_local(places: Mapping[str, str]) -> None:
     """Refuse local paths that match nothing; what is remote is not asked.
 
+    Args:
+        places: Where each path is written: a field, with file and line where they are known.
+
     Raises:
-        DataError: See `expand_paths`.
+        DataError: Paths that match nothing; all of them are listed.
     """
-    expand_paths([path for path in paths if "://" not in path])
+    found = ((place, _expand_local(path)) for path, place in places.items() if "://" not in path)
+    _refuse([f"{place}: {problem}" for place, (_, problem) in found if problem])
 
 
 def ignored_files(paths: list[str]) -> list[str]:

@@ -17,21 +17,22 @@ def plan_run(run: RunFile, *, gpu_memory_bytes: int | None = None) -> dict[str, 
 
     Only the base's small files are fetched. The rows are those of the dataset that `validate` made
     of the same data; until it did they are taken to be as long as `data.max_length`. That the
-    installed torch could not use the card, that local data are not there yet, or that somebody else
-    listens on `serve.port`, is a warning here; a run is refused for it.
+    installed torch could not use the card, that local files are not there yet, or that somebody
+    else listens on `serve.port`, is a warning here; a run is refused for it.
 
     Raises:
         RunFileError: The run would fail later for reasons that show already.
         ModelError, HubError: The base's config cannot be had.
     """
     from tuneserve.checkpoint.base import peek_base
-    from tuneserve.data.files import check_local
+    from tuneserve.named import check_base_place, check_named
     from tuneserve.plan.build import plan_for
     from tuneserve.plan.rows import data_shape
     from tuneserve.plan.stage import card_left_idle
     from tuneserve.plan.validated import validated_dataset
     from tuneserve.release.entrance import check_early
 
+    check_base_place(run)
     base = peek_base(run.model)
     dataset = validated_dataset(run, base)
     found = plan_for(
@@ -44,7 +45,7 @@ def plan_run(run: RunFile, *, gpu_memory_bytes: int | None = None) -> dict[str, 
         log.warning("%s; %s", idle.message, idle.hint)
     if not found.machine.supposed:
         _warn_of_refusal(lambda: check_early(run.serve))
-    _warn_of_refusal(lambda: check_local([*run.data.train, *run.data.eval]))
+    _warn_of_refusal(lambda: check_named(run))
     return found.to_json()
 
 
