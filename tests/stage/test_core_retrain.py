@@ -197,7 +197,8 @@ def test_what_shows_at_once_is_refused_before_others_are_waited_for(
     with pytest.raises(AssertionError):
         retrain(house.run_file(), in_process)
     assert caught.value.message == (
-        f"a data path matches nothing:\n    data.train.1: {nowhere}: there is no such file or folder"
+        "a data path matches nothing:\n"
+        f"    data.train.1: {nowhere}: there is no such file or folder"
     )
     assert executed(house.folder) == []
     records = Runs().all()
