@@ -1,23 +1,29 @@
 """How well the plan's training peak agrees with measured ones. Its last line is one JSON object.
 
     python bench/bench_plan.py [--quick] [--points FILE]
+    python bench/bench_plan.py --measure FOLDER [--points FILE]     on a GPU: take the points again
 
 The points are peaks of torch's allocator (`max_memory_reserved`) in the product's own train step on
 one H200, three architectures, one process a point (`results/h200_plan_points.json` has the
 command). The constants were fitted on Qwen2-7B's shape alone; the other two architectures are held
-out. Nine points are from before scratch was bounded: what the code then held beyond today's is
-counted by hand and added to what is planned (`beyond_bytes`). Writes `results/plan.json` and the
-plot `docs/plan_points.png`; with `--quick` nothing.
+out. Writes `results/plan.json` and the plot `docs/plan_points.png`; with `--quick` nothing.
+
+`--measure` makes the models in FOLDER and runs as many processes side by side as the card's memory
+holds, which changes no peak, only the seconds: those are not kept. It writes FILE anew after each.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+from tuneserve.artifacts import write_json_atomic
 from tuneserve.plan.arch import Arch, arch_from_config
 from tuneserve.plan.memory import Step, train_peak
 
@@ -26,6 +32,7 @@ GIB = 2**30
 POINTS = Path(__file__).with_name("results") / "h200_plan_points.json"
 RESULT = POINTS.with_name("plan.json")
 PLOT = ROOT / "docs" / "plan_points.png"
+TRAIN_STEP = [sys.executable, str(ROOT / "tests" / "gpu" / "train_step.py")]
 
 
 def shapes() -> dict[str, Arch]:
@@ -56,8 +63,58 @@ def step_of(point: dict[str, Any], arch: Arch) -> Step:
 def predicted_bytes(point: dict[str, Any], arch: Arch) -> int:
     """Reserved memory; the CUDA context is no part of what the allocator counts."""
     parts = train_peak(arch, step_of(point, arch)).components
-    planned = sum(size for name, size in parts.items() if name != "CUDA context")
-    return planned + int(point.get("beyond_bytes", 0))
+    return sum(size for name, size in parts.items() if name != "CUDA context")
+
+
+def measure(points: Path, folder: Path) -> None:
+    """Take every point of `train_step.py` again; those of whole runs stay as they are."""
+    import torch
+
+    record = json.loads(points.read_text(encoding="utf-8"))
+    known = shapes()
+    waiting = [point for point in record["points"] if "source" not in point]
+    for shape in sorted({point["shape"] for point in waiting}):
+        making = [*TRAIN_STEP, "--shape", shape, "--folder", str(folder), "--make-only"]
+        subprocess.run(making, check=True, stdout=subprocess.DEVNULL)
+    free = torch.cuda.mem_get_info()[0]
+    running: list[tuple[dict[str, Any], int, subprocess.Popen[str]]] = []
+    waiting.sort(key=lambda point: -predicted_bytes(point, known[point["shape"]]))
+    while waiting or running:
+        for point in list(waiting):
+            wanted = (
+                predicted_bytes(point, known[point["shape"]]) + 3 * GIB
+            )  # context, and to spare
+            if wanted <= free and len(running) < (os.cpu_count() or 2) // 2:
+                waiting.remove(point)
+                free -= wanted
+                running.append((point, wanted, _start(point, folder)))
+        ended = next((one for one in running if one[2].poll() is not None), None)
+        if ended is None:
+            time.sleep(0.5)
+            continue
+        running.remove(ended)
+        point, wanted, child = ended
+        free += wanted
+        said = child.communicate()[0].strip().splitlines()
+        if child.returncode:
+            print(f"failed: {point['shape']}: {said[-1:]}", file=sys.stderr, flush=True)
+            continue
+        found = json.loads(said[-1])
+        kept = ("peak_allocated_bytes", "peak_reserved_bytes", "process_gpu_bytes")
+        was = point["peak_reserved_bytes"]
+        point |= {key: found[key] for key in kept}
+        for gone in ("beyond_bytes", "seconds_per_step", "tokens_per_second"):
+            point.pop(gone, None)
+        print(f"{point} (was {was})", file=sys.stderr, flush=True)
+        write_json_atomic(points, record)
+
+
+def _start(point: dict[str, Any], folder: Path) -> subprocess.Popen[str]:
+    names = ("shape", "method", "rank", "targets", "accumulation", "length", "checkpointing")
+    command = [*TRAIN_STEP, "--folder", str(folder), "--steps", "4"]
+    for name in (*names, "micro_batch", "optimizer"):
+        command += [f"--{name.replace('_', '-')}", str(point[name])]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
 
 def errors(pairs: list[tuple[float, float]]) -> dict[str, Any]:
@@ -74,7 +131,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="the same, but write no result")
     parser.add_argument("--points", type=Path, default=POINTS)
+    parser.add_argument("--measure", type=Path, metavar="FOLDER", help="take the points again")
     options = parser.parse_args()
+    if options.measure:
+        measure(options.points, options.measure)
+        return
     points = json.loads(options.points.read_text(encoding="utf-8"))["points"]
     known = shapes()
     rows = [_row(point, known[point["shape"]]) for point in points]

@@ -64,39 +64,28 @@ def test_cross_entropy() -> None:
     assert _error(logits, z.grad) < 4e-3
 
 
-def test_columns_of_a_quantized_weight() -> None:
-    """The kernel for columns is used, and gives the library's numbers to the bit."""
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("nested", [True, False])
+def test_dequantized_weight(nested: bool, dtype: torch.dtype) -> None:
+    """The kernel is used and gives the library's numbers to the bit, by rows and by columns."""
     bnb = pytest.importorskip("bitsandbytes")
 
     from tuneserve.lm.frozen import Weight
 
-    layer = bnb.nn.Linear4bit(1536, 200, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4")
-    layer = layer.to(torch.bfloat16).cuda()
+    layer = bnb.nn.Linear4bit(
+        *(1536, 200), bias=False, compute_dtype=dtype, quant_type="nf4", compress_statistics=nested
+    )
+    layer = layer.to(dtype).cuda()
     whole = bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
     weight = Weight(layer)
-    assert weight._direct is not None and weight._direct.table is not None
+    assert weight._fast is not None and weight._fast.nested is nested
+    assert torch.equal(weight.dense(), whole)
+    for begin, end in ((0, 200), (0, 64), (130, 200), (7, 8)):
+        out = torch.empty(end - begin, 1536, device="cuda", dtype=dtype)
+        assert torch.equal(weight.rows(begin, end, None, out), whole[begin:end])
     for begin, end in ((0, 1024), (1024, 1536), (64, 128)):
-        out = torch.empty(200, end - begin, device="cuda", dtype=torch.bfloat16)
+        out = torch.empty(200, end - begin, device="cuda", dtype=dtype)
         assert torch.equal(weight.columns(begin, end, None, out), whole[:, begin:end])
-
-
-def test_scales_of_several_weights() -> None:
-    """To the bit those of the library, one weight after the other."""
-    bnb = pytest.importorskip("bitsandbytes")
-
-    from tuneserve.lm.frozen import Weight, scales_of
-
-    weights = []
-    for rows in (3584, 512, 512):
-        layer = bnb.nn.Linear4bit(
-            3584, rows, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4"
-        )
-        weights.append(Weight(layer.to(torch.bfloat16).cuda()))
-    assert all(weight._direct is not None and weight._direct.nested for weight in weights)
-    for weight, scales in zip(weights, scales_of(weights), strict=True):
-        state = weight._state
-        theirs = bnb.functional.dequantize_blockwise(state.absmax, state.state2) + state.offset
-        assert torch.equal(scales, theirs.float())
 
 
 @pytest.mark.parametrize("nf4", [False, True])

@@ -259,13 +259,22 @@ ours = kernels.cross_entropy(one, labels, 0.3)
 theirs = elementwise.cross_entropy(other, labels, 0.3)
 errors["loss"] = ours - theirs
 errors["loss back"] = one - other
-packed = torch.randint(0, 256, (5, 160), dtype=torch.uint8)
-scales, table = torch.rand(5, 5), torch.randn(16)
+packed, table = torch.randint(0, 256, (5, 160), dtype=torch.uint8), torch.randn(16)
+coded, code = torch.randint(0, 256, (25,), dtype=torch.uint8), torch.rand(256)
+second, plain = torch.rand(4), torch.rand(25)  # eight scales share one
 codes = torch.stack((packed >> 4, packed & 15), -1).view(5, 320).long()
-weight = table[codes] * scales.repeat_interleave(64, 1)
-part = torch.empty(5, 192)
-kernels.dequantize_columns(packed, scales, table, (5, 320, 64), 128, part)
-errors["columns"] = part - weight[:, 128:]
+for name, absmax, scales in (
+    ("nested", coded, code[coded.long()] * second.repeat_interleave(8)[:25] + 0.25),
+    ("plain", plain, plain),
+):
+    weight = table[codes] * scales.view(5, 5).repeat_interleave(64, 1)
+    stored = elementwise.FourBit(
+        packed, table, 64, absmax, code, second, 8, 0.25, name == "nested"
+    )
+    rows, part = torch.empty(3, 320), torch.empty(5, 192)
+    kernels.dequantize(stored, 5, 0, rows.view(1, -1))
+    kernels.dequantize(stored, 2, 5, part)
+    errors |= {name + " rows": rows - weight[1:4], name + " columns": part - weight[:, 128:]}
 print("ERRORS" + json.dumps({k: float(v.abs().max()) for k, v in errors.items()}))
 """
 
@@ -282,4 +291,4 @@ def test_triton_kernels_in_the_interpreter() -> None:
         check=True,
     )
     errors = json.loads(done.stdout.rpartition("ERRORS")[2])
-    assert len(errors) == 10 and all(error < 5e-6 for error in errors.values()), errors
+    assert len(errors) == 13 and all(error < 5e-6 for error in errors.values()), errors

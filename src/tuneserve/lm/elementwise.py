@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import logging
+import subprocess
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+log = logging.getLogger(__name__)
 
 
 @functools.cache
@@ -22,8 +27,18 @@ def _kernels() -> Any:
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether Triton is installed; it comes with torch where there is a GPU."""
-    return importlib.util.find_spec("triton") is not None
+    """Whether Triton compiles and runs here. It comes with torch where there is a GPU, but wants a
+    C compiler, which a bare container has not.
+    """
+    if importlib.util.find_spec("triton") is None or not torch.cuda.is_available():
+        return False
+    x = torch.zeros((1, 16), device="cuda")
+    try:
+        _kernels().silu_mul(x, x, torch.empty_like(x))
+    except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
+        log.warning("Triton's kernels cannot be used: torch's are slower (%s)", error)
+        return False
+    return True
 
 
 def _fused(tensor: torch.Tensor) -> bool:
@@ -63,25 +78,41 @@ def silu_mul_backward(
         gradient.copy_(product)
 
 
-def dequantize_columns(
-    packed: torch.Tensor,
-    scales: torch.Tensor,
-    table: torch.Tensor,
-    shape: tuple[int, int, int],
-    begin: int,
-    out: torch.Tensor,
-) -> None:
-    """Columns of a 4-bit weight from `begin` on, into `out` [rows, columns]. On a GPU only.
+@dataclass(frozen=True)
+class FourBit:
+    """A 4-bit weight as bitsandbytes stores it (QLoRA, Dettmers et al., 2023, section 3).
+
+    Attributes:
+        packed: Two weights a byte, the first in its upper half.
+        table: What the sixteen codes stand for, as shares of a block's largest value.
+        block_size: Weights in a block.
+        absmax: Largest value of each block, in float32; nested, a code for it of a byte.
+        code: Nested, what the 256 codes stand for.
+        second_absmax: Nested, the largest of `second_block_size` numbers that `absmax` codes.
+        offset: Nested, added to each.
+    """
+
+    packed: torch.Tensor
+    table: torch.Tensor
+    block_size: int
+    absmax: torch.Tensor
+    code: torch.Tensor
+    second_absmax: torch.Tensor
+    second_block_size: int
+    offset: float
+    nested: bool
+
+
+def dequantize(stored: FourBit, first: int, row_blocks: int, out: torch.Tensor) -> None:
+    """Blocks of a 4-bit weight into `out`, in one launch, their scales included. On a GPU only.
 
     Args:
-        packed: Two weights a byte, the first in its upper half.
-        scales: One for each block of weights.
-        table: What the sixteen codes stand for.
-        shape: Rows and columns of the whole weight, and the weights in a block.
-        begin: First column, even.
-        out: As many columns as are wanted, an even number, contiguous.
+        stored: The weight.
+        first: Block that the first row of `out` begins with.
+        row_blocks: From there to the block that the next row of `out` begins with.
+        out: [rows, so many blocks' weights], contiguous.
     """
-    _kernels().dequantize_columns(packed, scales, table, shape, begin, out)
+    _kernels().dequantize(stored, first, row_blocks, out)
 
 
 class _Rotate(torch.autograd.Function):

@@ -1,14 +1,12 @@
 """A frozen layer's weight, dequantized on demand, and the memory that such things borrow.
 
 Engine file: imports torch. A step dequantizes some thousand times, and where a launch takes as long
-as a product (a slow CPU, a small model) the calls themselves decide the speed. So on a GPU the
-kernels of bitsandbytes are called directly, once their result was seen to equal the library's own.
+as a product (a slow CPU, a small model) the calls themselves decide the speed. So on a GPU one
+kernel does what takes the library three, once its result was seen to equal the library's own.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,9 +14,6 @@ from torch import Tensor
 
 from tuneserve.lm import elementwise
 
-log = logging.getLogger(__name__)
-
-_KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _PROBE_ROWS = 64
 _ALIGN = 512
 _MOST_VIEWS = 512
@@ -90,19 +85,23 @@ class Weight:
         self.dtype = self._stored.dtype if state is None else state.dtype
         self.device = self._stored.device
         self._state: Any = state
-        self._direct = _direct(self._stored, state) if state is not None else None
+        self._fast = None if state is None else _fast(self._stored, state)
 
-    def scales(self) -> Tensor:
-        """What the quantized numbers are multiplied with: one float32 for each block of them."""
-        if self._direct is not None:
-            return self._direct.scales()
+    def scales(self) -> Tensor | None:
+        """What the quantized numbers are multiplied with: one float32 for each block of them.
+
+        None for a weight that is not quantized or whose kernel takes them as they are stored.
+        """
+        if not self.quantized or self._fast is not None:
+            return None
         import bitsandbytes.functional as bnb
 
         scales = self._state.absmax
         if self._state.nested:
             scales = bnb.dequantize_blockwise(scales, self._state.state2)
             scales += self._state.offset
-        return scales.float()
+        found: Tensor = scales.float()
+        return found
 
     def rows(self, begin: int, end: int, scales: Tensor | None, out: Tensor | None) -> Tensor:
         """Rows `begin` to `end`; dequantized into `out`, where they are quantized.
@@ -110,18 +109,20 @@ class Weight:
         Args:
             begin: First row.
             end: One after the last.
-            scales: `scales()`, for a caller that wants several parts; else None.
+            scales: `scales()`, of a caller that wants several parts; else None.
             out: [end - begin, in]; None unless quantized.
         """
         if not self.quantized:
             return self._stored if end - begin == self.out_features else self._stored[begin:end]
         assert out is not None
-        scales = self.scales() if scales is None else scales
-        if self._direct is not None:
-            self._direct.into(out, begin * self.in_features, end * self.in_features, scales)
+        first, last = begin * self.in_features, end * self.in_features
+        if self._fast is not None:
+            whole = out.view(1, -1)  # rows below one another lie together
+            elementwise.dequantize(self._fast, first // self._fast.block_size, 0, whole)
             return out
         state = self._state
-        first, last = begin * self.in_features, end * self.in_features
+        scales = self.scales() if scales is None else scales
+        assert scales is not None
         packed = self._stored.view(-1, 1)[first // 2 : last // 2]
         scales = scales[first // state.blocksize : last // state.blocksize]
         shape = (end - begin, self.in_features)
@@ -148,14 +149,13 @@ class Weight:
         if not self.quantized:
             return self._stored[:, begin:end]
         assert out is not None
-        scales = self.scales() if scales is None else scales
         state = self._state
-        if self._direct is not None and self._direct.table is not None:
-            whole = (self.out_features, self.in_features, state.blocksize)
-            elementwise.dequantize_columns(
-                self._stored, scales, self._direct.table, whole, begin, out
-            )
+        if self._fast is not None:
+            size = self._fast.block_size
+            elementwise.dequantize(self._fast, begin // size, self.in_features // size, out)
             return out
+        scales = self.scales() if scales is None else scales
+        assert scales is not None
         packed = self._stored.view(self.out_features, -1)[:, begin // 2 : end // 2]
         blocks = scales.view(self.out_features, -1)
         blocks = blocks[:, begin // state.blocksize : end // state.blocksize]
@@ -168,99 +168,37 @@ class Weight:
         return out
 
 
-def scales_of(weights: Sequence[Weight]) -> list[Tensor | None]:
-    """`scales` of each that is quantized, in fewer launches than one after the other."""
-    direct = [weight._direct for weight in weights if weight._direct is not None]
-    if len(direct) < len(weights) or not all(one.nested for one in direct):
-        return [weight.scales() if weight.quantized else None for weight in weights]
-    found = [one.unshifted() for one in direct]
-    torch._foreach_add_(found, [one.offset for one in direct])
-    return list(found)
+def _fast(stored: Tensor, state: Any) -> elementwise.FourBit | None:
+    """What the kernel takes, if it gives the numbers of the library's own functions.
 
-
-class _Direct:
-    """The library's own kernels, by address."""
-
-    def __init__(self, library: Any, stored: Tensor, state: Any) -> None:
-        kind = _KINDS[state.dtype]
-        self._four_bit = getattr(library, f"cdequantize_blockwise_{kind}_{state.quant_type}")
-        self._eight_bit = library.cdequantize_blockwise_fp32
-        self._stored, self._state = stored, state
-        self._blocksize, self._index = state.blocksize, stored.device.index
-        self._count = state.absmax.numel()
-        self._packed = stored.data_ptr()
-        self.table: Tensor | None = None  # the sixteen values, for whole columns at a time
-        self.nested, self.offset = bool(state.nested), 0.0
-        if state.nested:
-            second = state.state2
-            self._code, self._quantized = second.code.data_ptr(), state.absmax.data_ptr()
-            self._second, self._second_blocksize = second.absmax.data_ptr(), second.blocksize
-            self.offset = float(state.offset)
-
-    def scales(self) -> Tensor:
-        return self.unshifted().add_(self.offset) if self.nested else self._state.absmax
-
-    def unshifted(self) -> Tensor:
-        """The scales of a nested state, `offset` not yet added."""
-        out = torch.empty(self._count, dtype=torch.float32, device=self._stored.device)
-        self._eight_bit(
-            self._code,
-            self._quantized,
-            self._second,
-            out.data_ptr(),
-            self._second_blocksize,
-            self._count,
-            torch._C._cuda_getCurrentRawStream(self._index),
-        )
-        return out
-
-    def into(self, out: Tensor, first: int, last: int, scales: Tensor) -> None:
-        self._four_bit(
-            None,
-            self._packed + first // 2,
-            scales.data_ptr() + 4 * (first // self._blocksize),
-            out.data_ptr(),
-            self._blocksize,
-            last - first,
-            torch._C._cuda_getCurrentRawStream(self._index),
-        )
-
-
-def _direct(stored: Tensor, state: Any) -> _Direct | None:
-    """The direct way, if a part of this weight comes out as by the library's own functions."""
+    The last rows are compared, and the columns from the middle on.
+    """
+    if not stored.is_cuda or stored.device.index != torch.cuda.current_device():
+        return None
+    rows, width = (int(size) for size in state.shape)
+    if not elementwise.has_triton() or width % state.blocksize:
+        return None
     import bitsandbytes.functional as bnb
 
-    if not stored.is_cuda or state.dtype not in _KINDS:
-        return None
-    if stored.device.index != torch.cuda.current_device():
-        return None
-    try:
-        from bitsandbytes.cextension import lib
-
-        direct = _Direct(lib, stored, state)
-        width = int(state.shape[1])
-        rows = min(_PROBE_ROWS, int(state.shape[0]))
-        last = int(state.shape[0]) * width
-        ours = torch.empty((rows, width), dtype=state.dtype, device=stored.device)
-        direct.into(ours, last - rows * width, last, direct.scales())
-    except (ImportError, AttributeError, TypeError, OSError) as error:
-        log.info("bitsandbytes' kernels are called through its own functions (%s)", error)
-        return None
+    second = state.state2 if state.nested else None
+    found = elementwise.FourBit(
+        packed=stored,
+        table=state.code.float().contiguous(),
+        block_size=int(state.blocksize),
+        absmax=state.absmax,
+        code=state.absmax if second is None else second.code,
+        second_absmax=state.absmax if second is None else second.absmax,
+        second_block_size=1 if second is None else int(second.blocksize),
+        offset=0.0 if second is None else float(state.offset),
+        nested=second is not None,
+    )
     whole = bnb.dequantize_4bit(stored.view(-1, 1), state)
-    if not torch.equal(ours, whole[-rows:]):
-        return None
-    direct.table = _table(stored, state, direct.scales(), whole)
-    return direct
-
-
-def _table(stored: Tensor, state: Any, scales: Tensor, whole: Tensor) -> Tensor | None:
-    """The values of the sixteen codes, if the kernel for columns gives the library's numbers."""
-    count, width = whole.shape
-    size = state.blocksize
-    if not elementwise.has_triton() or width < 3 * size or width % size:
-        return None
-    table: Tensor = state.code.float().contiguous()
-    begin = width // size // 2 * size
-    out = torch.empty((count, width - begin), dtype=state.dtype, device=stored.device)
-    elementwise.dequantize_columns(stored, scales, table, (count, width, size), begin, out)
-    return table if torch.equal(out, whole[:, begin:]) else None
+    blocks = width // found.block_size
+    first, begin = max(0, rows - _PROBE_ROWS), blocks // 2
+    below = torch.empty_like(whole[first:])
+    elementwise.dequantize(found, first * blocks, 0, below.view(1, -1))
+    beside = torch.empty_like(whole[:, begin * found.block_size :])
+    elementwise.dequantize(found, begin, blocks, beside)
+    same = torch.equal(below, whole[first:])
+    same = same and torch.equal(beside, whole[:, begin * found.block_size :])
+    return found if same else None

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tuneserve.lm import elementwise
-from tuneserve.lm.frozen import Weight, borrowed, scales_of
+from tuneserve.lm.frozen import Weight, borrowed
 from tuneserve.lm.rows import IGNORED
 
 # The MLP goes through its inner width in parts whose activations and dequantized weights take about
@@ -183,7 +183,7 @@ class _Work:
         parts = borrowed.take(x.device, x.dtype, *shapes)
         self._product, self._both, self._pair = parts[0], parts[1], parts[2:3]
         self._down = parts[-1] if down.quantized else None
-        self._scales = scales_of([gate, up, down])
+        self._scales = [weight.scales() for weight in (gate, up, down)]
         self.inner = [None if a is None else x @ a.t() for a, _ in self._factors]
 
     def product(self, width: int) -> Tensor:

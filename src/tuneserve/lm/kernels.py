@@ -11,13 +11,20 @@ in torch.
 # ruff: noqa: ANN001, ANN202, N803, N806
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
+from tuneserve.lm.elementwise import FourBit
+
 _BLOCK = 1024
 _VOCABULARY_BLOCK = 4096
-_PAIRS = 512
+# Blocks of 4-bit weights that one program dequantizes: of whole rows, and of some columns of a row.
+_ROW_BLOCKS = 64
+_COLUMN_BLOCKS = 32
+_MOST_FORMS = 4096
 
 
 @triton.jit
@@ -70,6 +77,7 @@ def _rotate(
     k_out_ptr,
     cos_ptr,
     sin_ptr,
+    sign,
     length,
     q_heads,
     k_heads,
@@ -87,7 +95,6 @@ def _rotate(
     k_out_token,
     angle_batch,
     angle_token,
-    sign,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
 ):
@@ -182,38 +189,81 @@ def _cross_entropy(z_ptr, label_ptr, loss_ptr, z_row, vocabulary, scale, BLOCK: 
         tl.store(begin + at, d.to(z_ptr.dtype.element_ty), mask=at < vocabulary)
 
 
-@triton.jit
-def _dequantize_columns(
+@triton.jit(do_not_specialize=["first", "row_blocks", "blocks"])
+def _dequantize(
     packed_ptr,
-    scales_ptr,
+    absmax_ptr,
+    code_ptr,
+    second_ptr,
     table_ptr,
     out_ptr,
-    packed_row,
-    scales_row,
-    begin,
-    pairs,
-    blocksize,
-    BLOCK: tl.constexpr,
+    offset,
+    first,
+    row_blocks,
+    blocks,
+    NESTED: tl.constexpr,
+    SECOND: tl.constexpr,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < pairs
-    both = tl.load(packed_ptr + row * packed_row + begin // 2 + at, mask=inside, other=0)
-    scale_at = scales_ptr + row * scales_row + (begin + 2 * at) // blocksize
-    scale = tl.load(scale_at, mask=inside, other=0.0)
-    first = tl.load(table_ptr + (both >> 4)) * scale
-    second = tl.load(table_ptr + (both & 15)) * scale
-    values = tl.interleave(first, second).to(out_ptr.dtype.element_ty)
-    to = 2 * tl.program_id(1) * BLOCK + tl.arange(0, 2 * BLOCK)
-    tl.store(out_ptr + row * 2 * pairs + to, values, mask=to < 2 * pairs)
+    row = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    inside = at < blocks
+    block = row * row_blocks + first + at
+    scale = tl.load(absmax_ptr + block, mask=inside, other=0)
+    if NESTED:
+        second = tl.load(second_ptr + block // SECOND, mask=inside, other=0.0)
+        scale = tl.load(code_ptr + scale) * second + offset
+    pair = tl.arange(0, SIZE // 2)[None, :]
+    both = tl.load(packed_ptr + block[:, None] * (SIZE // 2) + pair, mask=inside[:, None], other=0)
+    high = tl.load(table_ptr + (both >> 4)) * scale[:, None]
+    low = tl.load(table_ptr + (both & 15)) * scale[:, None]
+    values = tl.interleave(high, low).to(out_ptr.dtype.element_ty)
+    to = (row * blocks + at)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    tl.store(out_ptr + to, values, mask=inside[:, None])
+
+
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def _launch(
+    kernel: Any,
+    grid: tuple[int, int, int],
+    tensors: tuple[torch.Tensor, ...],
+    floats: tuple[float, ...],
+    numbers: tuple[int, ...],
+    constants: tuple[int, ...],
+    **options: Any,
+) -> None:
+    """``kernel[grid](*tensors, *floats, *numbers, *constants)``, in a third of the time.
+
+    Triton looks at every argument of every launch, for which of the forms it compiled the kernel
+    in. That takes 30 us, longer than most kernels run. The form depends on the tensors' types and
+    alignment and on the numbers, so it is looked up by these.
+    """
+    address = 0
+    for tensor in tensors:
+        address |= tensor.data_ptr()
+    arguments = (*tensors, *floats, *numbers, *constants)
+    types = [tensor.dtype for tensor in tensors]
+    key = (id(kernel), tensors[0].get_device(), numbers, constants, *types)
+    found = _compiled.get(key) if address % 16 == 0 else None
+    if found is not None:
+        found[grid](*arguments)
+        return
+    made = kernel[grid](*arguments, **options)
+    if address % 16 == 0 and hasattr(made, "function"):
+        if len(_compiled) > _MOST_FORMS:  # lengths of batches differ
+            _compiled.clear()
+        _compiled[key] = made
 
 
 def silu_mul(gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """``silu(gate) * up``, [rows, width], into `out`; rows may lie apart."""
     rows, width = gate.shape
-    _silu_mul[rows, triton.cdiv(width, _BLOCK)](
-        gate, up, out, gate.stride(0), up.stride(0), out.stride(0), width, BLOCK=_BLOCK
-    )
+    tensors = (gate, up, out)
+    numbers = (gate.stride(0), up.stride(0), out.stride(0), width)
+    _launch(_silu_mul, (rows, -(-width // _BLOCK), 1), tensors, (), numbers, (_BLOCK,))
     return out
 
 
@@ -231,9 +281,10 @@ def silu_mul_backward(
     """
     rows, width = gate.shape
     tensors = (gradient, gate, up, *into)
-    _silu_mul_backward[rows, triton.cdiv(width, _BLOCK)](
-        *tensors, *(t.stride(0) for t in tensors), width, KEEP=keep_product, BLOCK=_BLOCK
-    )
+    numbers = (*(t.stride(0) for t in tensors), width)
+    constants = (keep_product, _BLOCK)
+    grid = (rows, -(-width // _BLOCK), 1)
+    _launch(_silu_mul_backward, grid, tensors, (), numbers, constants)
 
 
 def rotate(
@@ -248,22 +299,16 @@ def rotate(
     k_heads = k.shape[1]
     out = torch.empty_like(q), torch.empty_like(k)
     many = min(triton.next_power_of_2(max(q_heads, k_heads)), 16)
-    _rotate[batch * length, triton.cdiv(q_heads, many) + triton.cdiv(k_heads, many)](
-        q,
-        k,
-        *out,
-        cos,
-        sin,
+    numbers = (
         length,
         q_heads,
         k_heads,
         *(step for x in (q, k, *out) for step in x.stride()[:3]),
         cos.stride(0) if cos.shape[0] > 1 else 0,
         cos.stride(1),
-        sign,
-        HALF=size // 2,
-        HEADS=many,
     )
+    grid = (batch * length, -(-q_heads // many) + -(-k_heads // many), 1)
+    _launch(_rotate, grid, (q, k, *out, cos, sin), (sign,), numbers, (size // 2, many))
     return out
 
 
@@ -277,26 +322,26 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, scale: float) -> t
     return losses
 
 
-def dequantize_columns(
-    packed: torch.Tensor,
-    scales: torch.Tensor,
-    table: torch.Tensor,
-    shape: tuple[int, int, int],
-    begin: int,
-    out: torch.Tensor,
-) -> None:
+def dequantize(stored: FourBit, first: int, row_blocks: int, out: torch.Tensor) -> None:
     """See `tuneserve.lm.elementwise`."""
-    rows, columns, blocksize = shape
-    pairs = out.shape[1] // 2
-    _dequantize_columns[rows, triton.cdiv(pairs, _PAIRS)](
-        packed,
-        scales,
-        table,
+    rows, blocks = out.shape[0], out.shape[1] // stored.block_size
+    tile = _ROW_BLOCKS if rows == 1 else _COLUMN_BLOCKS
+    tensors = (
+        stored.packed,
+        stored.absmax,
+        stored.code,
+        stored.second_absmax,
+        stored.table,
         out,
-        columns // 2,
-        columns // blocksize,
-        begin,
-        pairs,
-        blocksize,
-        BLOCK=_PAIRS,
+    )
+    numbers = (first, row_blocks, blocks)
+    constants = (stored.nested, stored.second_block_size, stored.block_size, tile)
+    _launch(
+        _dequantize,
+        (-(-blocks // tile), rows, 1),
+        tensors,
+        (stored.offset,),
+        numbers,
+        constants,
+        enable_fp_fusion=False,  # a product and a sum, each rounded, as the library does it
     )

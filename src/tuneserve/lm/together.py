@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tuneserve.lm.frozen import borrowed, scales_of
+from tuneserve.lm.frozen import borrowed
 from tuneserve.lm.fused import Layer, scaled_product, shaped
 
 Factors = Sequence[Tensor | None]
@@ -66,10 +66,8 @@ class Group:
         first, width = self._weights[0], self._rows[-1][1]
         shapes = ((width, first.in_features), (rows, width))
         weights, beside = borrowed.take(first.device, first.dtype, *shapes)
-        for weight, scales, span in zip(
-            self._weights, scales_of(self._weights), self._rows, strict=True
-        ):
-            weight.rows(0, weight.out_features, scales, weights[slice(*span)])
+        for weight, (begin, end) in zip(self._weights, self._rows, strict=True):
+            weight.dense(weights[begin:end])
         return weights, beside
 
     def products(self, x: Tensor) -> list[Tensor]:
