@@ -146,7 +146,7 @@ def test_foreign_process_is_named_and_its_end_advised(base: Path) -> None:
     assert caught.value.exit_status == 3
     assert "train needs" in caught.value.message
     assert "process 4711 (python, 20.0 GiB)" in caught.value.hint
-    [advice] = [a for a in found.advice if "4711" in a.value]
+    [advice] = [a for a in found.advice if "4711" in a.value and a.stage == "train"]
     assert advice.fits and advice.saves_bytes == 20 * GIB
 
 
@@ -155,7 +155,7 @@ def test_advice_is_true(base: Path) -> None:
     place = machine(16)
     wasteful: dict[str, Any] = {"method": "lora", "gradient_checkpointing": False}
     before = plan(base, place, train=wasteful)
-    assert [a.field for a in before.advice] == [
+    assert [a.field for a in before.advice if a.stage == "train"] == [
         "train.gradient_checkpointing",
         "train.optimizer",
         "train.method",
@@ -168,6 +168,70 @@ def test_advice_is_true(base: Path) -> None:
     saved = before.stages["train"].peak.total_bytes - after.stages["train"].peak.total_bytes
     assert saved == pytest.approx(advice.saves_bytes, rel=0.02)
     assert after.stages["train"].fits == advice.fits
+
+
+def test_advice_of_later_stages_is_true(base: Path) -> None:
+    """8 chats of 2,049 to 2,176 tokens are 8 x 18 x 128 x 57,344 B (28 blocks, 512 keys, twice)."""
+    before = plan(base, machine(8))
+    short = {name: stage for name, stage in before.stages.items() if not stage.fits}
+    assert set(short) == {"evaluate", "quantize", "serve"}
+    fields = {name: [a.field for a in before.advice if a.stage == name] for name in before.stages}
+    assert fields == {
+        "train": [],
+        "merge": [],
+        "evaluate": ["model.base"],
+        "quantize": [
+            "quantize.calibration_rows",
+            "quantize.calibration_max_tokens",
+            "model.base",
+        ],
+        "serve": ["serve.max_concurrent_chats", "model.base"],
+    }
+    for advice in before.advice:
+        if advice.field == "model.base":
+            stage = short[advice.stage]
+            assert advice.saves_bytes == stage.peak.needed_bytes - 8 * GIB
+            continue
+        section, _, name = advice.field.partition(".")
+        after = plan(base, machine(8), **{section: {name: int(advice.value)}}).stages[advice.stage]
+        saved = short[advice.stage].peak.needed_bytes - after.peak.needed_bytes
+        assert (saved, after.fits) == (advice.saves_bytes, advice.fits)
+    chats = next(a for a in before.advice if a.stage == "serve")
+    assert (chats.value, chats.saves_bytes, chats.fits) == ("2", 6 * 17 * 128 * 57_344, True)
+    table = before.to_json()["table"]
+    assert "\nserve does not fit:\n  1. serve.max_concurrent_chats: 2 saves 714.0 MiB, eno" in table
+    with pytest.raises(OutOfMemory) as caught:
+        refuse(before)
+    assert "for serve, serve.max_concurrent_chats: 2 saves 714.0 MiB" in caught.value.hint
+
+
+def test_advice_that_would_be_refused_is_not_given(base: Path) -> None:
+    """28 x 3584 x 18944 = 1,901,068,288 weights of the down projections are trained whole: in 16
+    bits, with as many gradients, and 2 x (1 + 4 / 256) B of moments each; the adapters of 28
+    queries have 28 x 16 x 7168 = 3,211,264."""
+    whole, factors = 1_901_068_288, 3_211_264
+    lora = {"target_modules": ["q_proj"], "modules_to_save": ["down_proj"]}
+    found = plan(base, machine(24), train={"method": "lora", "lora": lora, "micro_batch": 2})
+    parts = found.stages["train"].peak.components
+    assert parts["modules trained whole"] == 2 * whole
+    assert parts["optimizer"] == int((whole + factors) * 2 * (1 + 4 / 256))
+    assert parts["gradients"] == 2 * (whole + factors)
+    fields = [advice.field for advice in found.advice]
+    assert "train.lora.modules_to_save" in fields and "train.method" not in fields
+    other = plan(base, machine(12), train={"method": "lora"})
+    assert "train.method" in [advice.field for advice in other.advice]
+
+
+def test_what_is_left_at_the_bottom_is_in_the_hints(base: Path) -> None:
+    """Of one row with checkpoints in host memory: halving the rank saves, by hand, 20,185,088
+    numbers of 2 B, as many gradients, and 2 x (1 + 4 / 256) B of moments: 116 MiB."""
+    left = plan(base, machine(24)).to_json()["hints"]["train"]["advice"]
+    assert [text.partition(" saves ")[0] for text in left] == [
+        "train.optimizer: paged_adamw_8bit",
+        "train.lora.r: 8",
+        "data.max_length: 1024",
+    ]
+    assert " saves 116.2 MiB (a smaller adapter)" in left[1]
 
 
 def test_blue_green_and_hold(base: Path) -> None:

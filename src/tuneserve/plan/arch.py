@@ -19,8 +19,8 @@ from tuneserve.errors import ModelError
 
 log = logging.getLogger(__name__)
 
-_EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in")
-_HEADS = ("lm_head", "embed_out")
+EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in")
+HEADS = ("lm_head", "embed_out")
 _ATTENTION = (
     "q_proj",
     "k_proj",
@@ -250,9 +250,9 @@ def with_headers(arch: Arch, tensors: Mapping[str, TensorInfo]) -> Arch:
     transposed = arch.model_type == "gpt2"  # Conv1D stores (in, out)
     for name, info in tensors.items():
         leaf = name.removesuffix(".weight").rsplit(".", 1)[-1]
-        if leaf in _HEADS:
+        if leaf in HEADS:
             head += info.numel
-        elif leaf in _EMBEDDINGS:
+        elif leaf in EMBEDDINGS:
             embedding += info.numel
         elif len(info.shape) == 2 and name.endswith(".weight") and re.search(r"\.\d+\.", name):
             out_features, in_features = info.shape[::-1] if transposed else info.shape

@@ -13,41 +13,33 @@ from tuneserve.checkpoint.headers import Checkpoint
 from tuneserve.config import RunFile
 from tuneserve.errors import RunFileError
 from tuneserve.places import store_root
-from tuneserve.plan.advice import Advice, train_advice
+from tuneserve.plan.advice import Advice, bottom_advice, later_advice, train_advice
 from tuneserve.plan.arch import Arch, arch_from_config, with_headers
 from tuneserve.plan.calibrate import machine_constants
-from tuneserve.plan.checks import problems, warnings
+from tuneserve.plan.checks import problems, warnings, whole_linears
 from tuneserve.plan.constants import Constants, for_card
-from tuneserve.plan.host import export_host, train_host
-from tuneserve.plan.later import (
-    Serving,
-    disk_bytes,
-    evaluate_peak,
-    merge_peak,
-    quantize_peak,
-    serving,
-)
+from tuneserve.plan.later import Serving
 from tuneserve.plan.machine import Machine, look
-from tuneserve.plan.memory import Peak, Step, train_peak
+from tuneserve.plan.memory import Step
 from tuneserve.plan.rows import DataShape, data_shape_from_metrics
 from tuneserve.plan.several import Ways, ways
 from tuneserve.plan.speed import step_seconds
 from tuneserve.plan.stageplan import StagePlan
-from tuneserve.plan.steps import choose_step
+from tuneserve.plan.staging import plan_stages
 from tuneserve.plan.times import Times, stage_times
 from tuneserve.train.recipe import steps_of
 
 log = logging.getLogger(__name__)
 
-# Longest chats planned for when serve.max_model_len is unset: what clients use, not what fits.
-_SERVE_TOKENS_GPU = 32768
-_SERVE_TOKENS_CPU = 4096
-_SERVE_TOKENS_STEP = 128
-
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will take, and what was chosen for it."""
+    """What a run will take, and what was chosen for it.
+
+    Attributes:
+        advice: What to change where training does not fit.
+        left_to_do: The same for a training of which not even the last rung fits after all.
+    """
 
     arch: Arch
     machine: Machine
@@ -59,6 +51,7 @@ class Plan:
     download_bytes: int
     data: DataShape | None = None
     advice: tuple[Advice, ...] = ()
+    left_to_do: tuple[str, ...] = ()
     warnings: tuple[str, ...] = field(default=())
     several: Ways | None = None
     steps: int | None = None
@@ -130,6 +123,7 @@ class Plan:
                     "gradient_checkpointing": self.step.checkpointing,
                     "planned_peak_bytes": self.stages["train"].peak.total_bytes,
                     "planned_components": dict(self.stages["train"].peak.components),
+                    "advice": list(self.left_to_do),
                 },
                 "release": {
                     "max_model_len": self.serving.max_model_len,
@@ -188,70 +182,47 @@ def plan_for(
             hint="mend the fields named",
             details={"problems": found},
         )
-    room = _Room(machine, run)
-    step = choose_step(run, arch, data, machine, room.train, constants)
-    peak = train_peak(arch, step, constants)
-    served, both = _choose_serving(run, arch, data, room, constants)
-    disk = disk_bytes(arch, run, step)
-    device = "GPU" if on_gpu else "RAM"
-    memory = None if machine.supposed else machine.ram_free_bytes
-    host = memory if on_gpu else None
-    exporting = quantize_peak(arch, run, gpu=on_gpu, constants=constants, room_bytes=room.work)
-    beside = Peak({})
-    if on_gpu:
-        beside = export_host(
-            arch,
-            run,
-            gpu_room_bytes=room.work,
-            free_bytes=machine.ram_free_bytes,
-            constants=constants,
-        )
-    scoring = evaluate_peak(arch, step, constants)
-    one = Peak({"processes": constants.gpu_process_bytes} if on_gpu else {})
-    stages = {
-        "train": StagePlan(
-            "train",
-            device,
-            peak,
-            room.train,
-            disk["train"],
-            train_host(arch, step, constants),
-            host,
-        ),
-        "merge": StagePlan("merge", "RAM", merge_peak(run), memory, disk["merge"]),
-        "evaluate": StagePlan("evaluate", device, scoring, room.work, disk["evaluate"], one, host),
-        "quantize": StagePlan(
-            "quantize", device, exporting, room.work, disk["quantize"], beside, host
-        ),
-        "serve": StagePlan("serve", device, served.peak, room.serve, disk["serve"]),
-    }
+    staged = plan_stages(run, arch, data, machine, constants)
+    step, peak = staged.step, staged.stages["train"].peak
     steps = _steps(run, data)
     usual = round(sum(data.lengths) / data.rows) if data and data.rows else None
+    may_quantize = not whole_linears(run, arch)
     advice: list[Advice] = []
-    if peak.needed_bytes > room.train:
+    if peak.needed_bytes > staged.train_bytes:
         advice = train_advice(
             arch,
             step,
             machine,
-            room.train,
+            staged.train_bytes,
             sharing=run.serve.while_training == "share",
+            may_quantize=may_quantize,
             constants=constants,
         )
+
+    def replan(changed: RunFile) -> Mapping[str, StagePlan]:
+        if problems(changed, arch, data, gpu=on_gpu, gpus=machine.gpus, bf16=bf16):
+            raise RunFileError("it would be refused")
+        return plan_stages(changed, arch, data, machine, constants).stages
+
+    advice += later_advice(run, staged.stages, machine, staged.serving.max_model_len, replan)
     has_weights = any(base_dir.glob("*.safetensors"))
     total = machine.gpu.total_bytes if machine.gpu else machine.ram_free_bytes
     return Plan(
         arch=arch,
         machine=machine,
         step=step,
-        stages=stages,
-        serving=served,
-        blue_green_fits=both,
-        trains_while_serving=peak.needed_bytes + served.peak.needed_bytes <= total,
+        stages=staged.stages,
+        serving=staged.serving,
+        blue_green_fits=staged.two_servers_fit,
+        trains_while_serving=peak.needed_bytes + staged.serving.peak.needed_bytes <= total,
         download_bytes=0 if has_weights else 2 * arch.weights,
         data=data,
         advice=tuple(advice),
+        left_to_do=tuple(
+            bottom_advice(arch, step, machine, may_quantize=may_quantize, constants=constants)
+        ),
         warnings=tuple(warnings(run, arch, data, gpu=on_gpu)),
-        several=ways(arch, step, room.train, constants),
+        several=ways(arch, step, staged.train_bytes, constants),
         steps=steps,
         usual_tokens=usual,
         times=stage_times(
@@ -302,58 +273,3 @@ def _read_arch(base_dir: Path) -> Arch:
     if any(base_dir.glob("*.safetensors")):
         arch = with_headers(arch, Checkpoint.open(base_dir).tensors)
     return arch
-
-
-class _Room:
-    """What each stage may take, with everything that is resident already left where it is.
-
-    Attributes:
-        gpu: Whether the bytes are of a card.
-        train: Under `train.target_utilization`.
-        work: For evaluate and quantize, which run beside the same champion.
-        serve: For the candidate: beside the champion with `blue_green`, in its place with `hold`.
-        servers: For both servers of `blue_green` together.
-    """
-
-    def __init__(self, machine: Machine, run: RunFile) -> None:
-        share = run.train.target_utilization
-        self.gpu = machine.gpu is not None
-        if machine.gpu is None:
-            # Available memory leaves out what a running server holds, ours or not.
-            self.work = self.serve = self.servers = machine.ram_free_bytes
-            self.train = int(share * machine.ram_free_bytes)
-            return
-        total, ours = machine.gpu.total_bytes, machine.gpu.held_by_us_bytes
-        used = total - machine.gpu.free_bytes
-        stays = used if run.serve.while_training == "share" else used - ours
-        self.work = total - stays
-        self.train = int(share * total) - stays
-        self.servers = total - used + ours
-        self.serve = self.servers if run.serve.rollout == "hold" else total - used
-
-
-def _choose_serving(
-    run: RunFile, arch: Arch, data: DataShape | None, room: _Room, constants: Constants
-) -> tuple[Serving, bool]:
-    """The server with the longest chats that fit, and whether two of them fit side by side.
-
-    With `blue_green` the length gives way until two fit, but never below what was trained on.
-    """
-    gpu = room.gpu
-    shortest = min(arch.context, data.longest if data else run.data.max_length)
-    longest = run.serve.max_model_len or max(
-        shortest, min(arch.context, _SERVE_TOKENS_GPU if gpu else _SERVE_TOKENS_CPU)
-    )
-    servers = 2 if run.serve.rollout == "blue_green" else 1
-    lengths = [longest]
-    if run.serve.max_model_len is None:
-        while lengths[-1] // 2 >= max(shortest, _SERVE_TOKENS_STEP):
-            lengths.append(lengths[-1] // 2)
-        if lengths[-1] > shortest:
-            lengths.append(shortest)
-    for count in range(servers, 0, -1):
-        for length in lengths:
-            found = serving(arch, run, length, gpu=gpu, constants=constants)
-            if count * found.peak.needed_bytes <= room.servers:
-                return found, 2 * found.peak.needed_bytes <= room.servers
-    return serving(arch, run, lengths[-1], gpu=gpu, constants=constants), False

@@ -102,8 +102,7 @@ def target_linears(run: RunFile, arch: Arch) -> tuple[Linear, ...]:
 
 
 def whole_linears(run: RunFile, arch: Arch) -> tuple[Linear, ...]:
-    """The linear layers that `train.lora.modules_to_save` trains whole, beside what they began as.
-    """
+    """The linear layers that `train.lora.modules_to_save` trains whole: copies of the base's."""
     names = {name.rsplit(".", 1)[-1] for name in run.train.lora.modules_to_save}
     return tuple(linear for linear in arch.linears if linear.name in names)
 

@@ -98,24 +98,18 @@ def refuse(plan: Plan) -> None:
 
 
 def _hint(plan: Plan, stages: list[str]) -> str:
-    hints = [f"{number}. {advice}" for number, advice in enumerate(plan.advice, 1)]
-    gpu = plan.machine.gpu
-    if gpu and not plan.advice:
-        hints += [f"end {process}, which holds the same card" for process in gpu.foreign]
+    several = len({advice.stage for advice in plan.advice}) > 1
+    hints = [
+        f"{number}. {f'for {advice.stage}, ' if several else ''}{advice}"
+        for number, advice in enumerate(plan.advice, 1)
+    ]
     beside = _short_of_memory(plan)
     if any("pinned: checkpoints" in stage.host.components for stage in beside):
         hints.append("lower train.micro_batch, or set train.gradient_checkpointing: true")
     elif beside:
         hints.append("free memory of the host, beside the GPU's")
     if "merge" in stages:
-        hints.append("lower merge.max_memory, or free memory")
-    if "quantize" in stages:
-        hints.append("lower quantize.calibration_rows or calibration_max_tokens")
-    if "evaluate" in stages:
-        hints.append("choose a smaller model.base: the merged model is scored in 16 bits")
-    if "serve" in stages:
-        hints.append("lower serve.max_concurrent_chats or serve.max_model_len")
-        hints.append("set serve.rollout: hold, which stops the old server first")
+        hints.append("free memory for the merge")
     if not plan.disk_fits:
         hints.append("free some space, or set store.root to another disk")
     return "one of these, mildest first:\n    " + "\n    ".join(hints)

@@ -7,8 +7,8 @@ from typing import Literal
 
 from tuneserve.config import RunFile
 from tuneserve.devices import FLOAT32_FAMILIES
-from tuneserve.plan.arch import Arch
-from tuneserve.plan.checks import target_linears
+from tuneserve.plan.arch import EMBEDDINGS, HEADS, Arch
+from tuneserve.plan.checks import target_linears, whole_linears
 from tuneserve.plan.constants import Constants
 from tuneserve.plan.fusedstep import can_fuse
 from tuneserve.plan.host import train_host
@@ -145,10 +145,11 @@ def _whole_step(run: RunFile, arch: Arch, data: DataShape | None, machine: Machi
     element, trained = _element_bytes(arch, machine)
     batch = min(train.effective_batch, data.rows) if data else train.effective_batch
     batch = max(batch // train.gpus, 1)  # of each GPU
-    vocabulary = sum(
+    whole = sum(linear.weights for linear in whole_linears(run, arch))
+    whole += sum(
         arch.vocab * arch.hidden
         for name in train.lora.modules_to_save
-        if name.rsplit(".", 1)[-1] in ("embed_tokens", "lm_head", "wte")
+        if name.rsplit(".", 1)[-1] in EMBEDDINGS + HEADS
     )
     fused = can_fuse(arch, dropout=train.lora.dropout > 0, dora=train.lora.use_dora)
     return Step(
@@ -162,8 +163,8 @@ def _whole_step(run: RunFile, arch: Arch, data: DataShape | None, machine: Machi
         attention=train.attention,
         dropout=train.lora.dropout > 0,
         dora=train.lora.use_dora,
-        whole_weights=vocabulary,
-        kernels="fused" if fused and not vocabulary else "plain",
+        whole_weights=whole,
+        kernels="fused" if fused and not whole else "plain",
         element_bytes=element,
         adapter_element_bytes=trained,
         half=trained > element,

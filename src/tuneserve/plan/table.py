@@ -8,6 +8,7 @@ from tuneserve.plan.times import about
 from tuneserve.progress import human_bytes, many
 
 if TYPE_CHECKING:
+    from tuneserve.plan.advice import Advice
     from tuneserve.plan.build import Plan
     from tuneserve.plan.stageplan import StagePlan
 
@@ -49,11 +50,16 @@ def table(plan: Plan) -> str:
     if machine.gpu:
         lines += [f"on the GPU now: {process}" for process in machine.gpu.processes]
     lines += [f"note: {text}" for text in plan.warnings]
-    lines += [f"{stage.name} does not fit" for stage in plan.stages.values() if not stage.fits]
+    for stage in (stage for stage in plan.stages.values() if not stage.fits):
+        lines.append(f"{stage.name} does not fit" + (":" if _advice(plan, stage) else ""))
+        lines += [f"  {number}. {advice}" for number, advice in enumerate(_advice(plan, stage), 1)]
     if not plan.disk_fits:
         lines.append(f"the disk of {machine.disk_path} is too small")
-    lines += [f"  {number}. {advice}" for number, advice in enumerate(plan.advice, 1)]
     return "\n".join(lines)
+
+
+def _advice(plan: Plan, stage: StagePlan) -> list[Advice]:
+    return [advice for advice in plan.advice if advice.stage == stage.name]
 
 
 def _data_line(plan: Plan) -> str:
