@@ -33,7 +33,7 @@ from tuneserve.errors import (
 from tuneserve.remote import RemoteStore
 from tuneserve.runlock import held_descriptors
 from tuneserve.stagelog import kept_log, to_stderr
-from tuneserve.stops import new_attempt, note_stop
+from tuneserve.stops import kernel_kills, new_attempt, note_memory, note_stop
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +43,9 @@ _TERM_SECONDS = 10.0
 # A release that is cancelled in the middle of a switch first puts the champion back.
 _RELEASE_TERM_SECONDS = 180.0
 _TAIL_LINES = 30
+# As often the kernel may kill a training for want of memory, each time with less of it in use:
+# more rungs than these its ladder has not.
+_MOST_RUNGS = 12
 # What others send to end a process; every other signal a process brings upon itself, again each
 # time.
 FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -56,6 +59,8 @@ def run_stage(
 ) -> StageResult:
     """Give the stage's artifact from the store, or make it in a child process.
 
+    A training that the kernel killed for want of memory goes on at once, with less of it in use.
+
     Args:
         call: The stage and all that decides its result.
         log_line: Gets each line of the child's log; None sends them to our own stderr.
@@ -65,6 +70,20 @@ def run_stage(
         TuneserveError: What the child reported, `StageTimeout`, or `StageCrashed` with its last
         lines.
     """
+    for _ in range(_MOST_RUNGS):
+        try:
+            return _run_once(call, log_line, timeout_seconds)
+        except StageKilled as error:
+            if call.stage != "train" or not error.details.get("out_of_memory"):
+                raise
+            say = log_line or to_stderr
+            say("the kernel killed the training for want of memory: going on with less in use")
+    return _run_once(call, log_line, timeout_seconds)
+
+
+def _run_once(
+    call: StageCall, log_line: Callable[[str], None] | None, timeout_seconds: float | None
+) -> StageResult:
     store, remote = call.store, open_remote(call.run)
     store.note_use(*call.inputs.values())
     id, key, attempt = None, None, {}
@@ -95,7 +114,7 @@ def run_stage(
         "sources": call.sources(),
         "base_files": call.base_files(),
     }
-    started = time.monotonic()
+    started, kills = time.monotonic(), kernel_kills()
     with tempfile.TemporaryDirectory(prefix="tuneserve-") as folder:
         request_path, result_path = Path(folder) / "request.json", Path(folder) / "result.json"
         request_path.write_text(json.dumps(request), encoding="utf-8")
@@ -116,7 +135,13 @@ def run_stage(
             if by_budget:
                 raise _budget_spent(call.stage) from error
             raise
-        result = _read_result(call.stage, result_path, status, tail)
+        try:
+            result = _read_result(call.stage, result_path, status, tail)
+        except StageKilled as error:
+            if kernel_kills() > kills:
+                note_memory(attempt)
+                error.details["out_of_memory"] = True
+            raise
     if id:
         made = store.find(id)
         if made is None:

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from shim import run_file
+from shim import executed, run_file
 from tuneserve.calls import StageCall
-from tuneserve.process import _signal_number
+from tuneserve.errors import OutOfMemory, StageKilled
+from tuneserve.process import _signal_number, run_stage
 from tuneserve.stages import StageContext
 from tuneserve.stops import new_attempt, note_stop, was_stopped
 from tuneserve.train import stage
@@ -72,6 +73,40 @@ def test_only_a_kill_from_outside_means_memory(
     top = stage.Rung(stage.recipe_of(context, 64), True)
     found = stage._start(context, top)
     assert (top.recipe.micro_batch, found.recipe.micro_batch) == (4, 2 if memory else 4)
+
+
+@pytest.mark.parametrize(
+    ("phase", "tried"), [("train", [4, 2, 1]), ("smoke", [4, 2, 1]), ("load", [4])]
+)
+def test_what_the_kernel_killed_for_memory_goes_on_with_less(
+    tmp_path: Path, pico_model: Path, monkeypatch: pytest.MonkeyPatch, phase: str, tried: list[int]
+) -> None:
+    """At any time, and without another command; while loading no rung would help."""
+    vmstat, log = tmp_path / "vmstat", tmp_path / "tried"
+    vmstat.write_text("oom_kill 3\n")
+    monkeypatch.setattr("tuneserve.stops._VMSTAT", vmstat)
+    settings = {"do": "kernel", "phase": phase, "vmstat": str(vmstat), "tried": str(log)}
+    asked = StageCall("train", run_file(tmp_path), pico_model, settings=settings)
+    said: list[str] = []
+    if phase == "load":
+        with pytest.raises(OutOfMemory, match="killed while the base was loaded") as caught:
+            run_stage(asked, log_line=said.append)
+        assert caught.value.exit_status == 3
+    else:
+        assert run_stage(asked, log_line=said.append).metrics["micro_batch"] == 1
+    assert [int(line) for line in log.read_text().split()] == tried
+    assert "the kernel killed the training for want of memory: going on with less in use" in said
+
+
+def test_a_kill_that_the_kernel_did_not_count_is_told(
+    tmp_path: Path, pico_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "vmstat").write_text("oom_kill 3\n")
+    monkeypatch.setattr("tuneserve.stops._VMSTAT", tmp_path / "vmstat")
+    asked = StageCall("train", run_file(tmp_path), pico_model, settings={"do": "killed"})
+    with pytest.raises(StageKilled) as caught:
+        run_stage(asked, log_line=lambda line: None)
+    assert "out_of_memory" not in caught.value.details and executed(tmp_path) == ["train"]
 
 
 def test_a_stop_speaks_of_its_own_attempt_alone(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from tuneserve.artifacts import write_json_atomic
@@ -23,7 +22,7 @@ from tuneserve.lm.exhausted import is_out_of_memory, said
 from tuneserve.lm.rows import Rows, read_rows
 from tuneserve.plan.several import NCCL_BYTES
 from tuneserve.stages import StageContext
-from tuneserve.stops import this_attempt, was_stopped
+from tuneserve.stops import ran_out_of_memory, this_attempt, was_stopped
 from tuneserve.train import checkpoints, oom
 from tuneserve.train.curves import plot_loss, plot_memory, read_curve
 from tuneserve.train.memory import MemoryTimeline, of_ranks
@@ -134,11 +133,11 @@ class Rung:
 Tried = Callable[[Rung], tuple[dict[str, Any] | None, str]]
 
 
-def _climb_down(work: Path, rung: Rung, attempt_at: Tried) -> dict[str, Any]:
+def _climb_down(context: StageContext, rung: Rung, attempt_at: Tried) -> dict[str, Any]:
     """Metrics of the first rung that fits."""
     tried: list[str] = []
     while True:
-        step = checkpoints.newest_sealed(work)
+        step = checkpoints.newest_sealed(context.work)
         goes_on = (
             f"; goes on from the checkpoint of step {step}, once it is checked" if step else ""
         )
@@ -150,7 +149,7 @@ def _climb_down(work: Path, rung: Rung, attempt_at: Tried) -> dict[str, Any]:
         tried.append(f"{rung}: {why}")
         below = rung.next()
         if below is None:
-            raise _at_the_bottom(tried)
+            raise _at_the_bottom(context, tried)
         log.warning("%s did not fit (%s): trying %s", rung, why, below)
         rung = below
 
@@ -160,7 +159,7 @@ def _alone(context: StageContext, rows: Rows, held_out: Rows, rung: Rung) -> dic
 
     with MemoryTimeline(torch.cuda.is_available()) as timeline:
         metrics = _climb_down(
-            context.work, rung, lambda at: attempt(context, rows, held_out, at, timeline)
+            context, rung, lambda at: attempt(context, rows, held_out, at, timeline)
         )
     _write_memory(context, timeline.to_json(None))
     return metrics
@@ -187,7 +186,7 @@ def _together(context: StageContext, rung: Rung) -> dict[str, Any]:
         memory[:] = found
         return metrics, why
 
-    metrics = _climb_down(context.work, rung, attempt_at)
+    metrics = _climb_down(context, rung, attempt_at)
     together = of_ranks(memory)
     _write_memory(context, together)
     if "peak_reserved_bytes" in together:
@@ -281,9 +280,10 @@ def _forget(context: StageContext) -> None:
 
 
 def _start(context: StageContext, top: Rung) -> Rung:
-    """The rung to begin with: the last one tried, or one below if its smoke step was killed.
+    """The rung to begin with: the last one tried, or one below if it was killed for its memory.
 
-    A kill that followed a stop does not count: the smoke step may be deaf to anything milder.
+    That is noted where the kernel counts such kills; else it is concluded from a kill in the smoke
+    step. One that followed a stop does not count: the step may be deaf to anything milder.
     """
     try:
         state = json.loads((context.work / _RUNG).read_text(encoding="utf-8"))
@@ -291,24 +291,38 @@ def _start(context: StageContext, top: Rung) -> Rung:
         return top
     recipe = top.recipe.with_micro_batch(min(top.recipe.micro_batch, int(state["micro_batch"])))
     last = Rung(recipe, state["checkpointing"] or top.checkpointing)
+    phase, attempt = state["phase"], state.get("attempt", "")
+    known = phase != "ended" and ran_out_of_memory(context.work, attempt)
     # A kill at another time says nothing about memory.
-    if state["phase"] != "smoke" or was_stopped(context.work, state.get("attempt", "")):
+    if not known and (phase != "smoke" or was_stopped(context.work, attempt)):
         return last
-    below = last.next()
+    when = {"load": "while the base was loaded", "smoke": "in its first step"}.get(
+        phase, "later on"
+    )
+    below = last.next() if phase != "load" else None  # every rung loads the same
     if below is None:
         _forget(context)  # the next call begins at the top: more may be free then
-        raise _at_the_bottom([f"{last}: killed in the first step"])
-    log.warning("the last attempt was killed in its first step (%s): trying %s", last, below)
+        raise _at_the_bottom(context, [f"{last}: killed {when}"])
+    log.warning("the last attempt was killed %s (%s): trying %s", when, last, below)
     return below
 
 
-def _at_the_bottom(tried: list[str]) -> OutOfMemory:
+def _at_the_bottom(context: StageContext, tried: list[str]) -> OutOfMemory:
+    planned = [
+        f"{number}. {text}" for number, text in enumerate(context.hints.get("advice", []), 1)
+    ]
+    first = oom.read_report(context.work)
+    ways = [
+        "one of these, mildest first:",
+        *(planned or ["lower data.max_length or train.lora.r"]),
+        "or a smaller model.base; `tuneserve plan` shows what takes how much",
+    ]
     return OutOfMemory(
-        "training does not fit:\n    " + "\n    ".join(tried),
+        "training does not fit:\n    "
+        + "\n    ".join([*tried, *([f"the first time, {first['what']}"] if first else [])]),
         expected="one row a forward pass, with gradient checkpointing, to fit",
-        hint="lower data.max_length or train.lora.r, use train.method: qlora, or a smaller base; "
-        "`tuneserve plan` shows what takes how much",
-        details={"tried": tried},
+        hint="\n    ".join(ways),
+        details={"tried": tried, "first_oom": first},
     )
 
 
