@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -34,8 +35,11 @@ def main(root: Path) -> None:
     def export(name: str, method: str = "gptq", model: str = "model") -> Callable[[], Any]:
         return lambda: quantize_model(root / model, method, root / "dataset", root / name, SECTION)
 
+    with mock.patch("os.cpu_count", return_value=2):  # GPTQModel would make one worker of them
+        keep("gptq", export("gptq"))
+    account["workers"] = os.environ["GPTQMODEL_CPU_WORKERS"]
+    keep("awq", export("awq", "awq"))
     for method in ("gptq", "awq"):
-        keep(method, export(method, method))
         keep("again", export(f"elsewhere/{method}", method))
     changed_models(root)
     keep("dead", export("dead", model="model_dead"))
@@ -133,6 +137,24 @@ def spoiled(root: Path, keep: Any) -> None:
                 tensors[key].zero_()
         save_file(tensors, root / name / "model.safetensors", metadata={"format": "pt"})
         keep(name, smoke(name, method))
+    # Beside the embedding nothing that the layers add counts: each token is followed by itself.
+    shutil.copytree(root / "gptq", root / "looping")
+    tensors = load_file(root / "looping" / "model.safetensors")
+    tensors["model.embed_tokens.weight"] *= 1e6
+    save_file(tensors, root / "looping" / "model.safetensors", metadata={"format": "pt"})
+    with mock.patch("tuneserve.quantize.smoke.MAX_LOSS_INCREASE", 1e9):
+        keep("looping", smoke("looping", "gptq"))
+    # The 16-bit model itself computes what is not finite.
+    shutil.copytree(root / "model", root / "infinite")
+    tensors = load_file(root / "infinite" / "model.safetensors")
+    tensors["model.norm.weight"].fill_(float("inf"))
+    save_file(tensors, root / "infinite" / "model.safetensors", metadata={"format": "pt"})
+    keep(
+        "infinite",
+        lambda: smoke_test(
+            root / "infinite", root / "gptq", root / "dataset", method="gptq", group_size=32
+        ),
+    )
     # Large hidden states; and hidden states as they were, with a large input of each down_proj.
     scaled = {"overflow": {"embed_tokens.weight": 1e6}}
     scaled["overflow_inside"] = {"up_proj.scales": 2e4, "down_proj.scales": 1 / 2e4}
@@ -151,7 +173,10 @@ def spoiled(root: Path, keep: Any) -> None:
             for tensor in [n for n in tensors if n.endswith(ending)]:
                 tensors[tensor] *= factor
         save_file(tensors, root / name / "model.safetensors", metadata={"format": "pt"})
-        with mock.patch("tuneserve.quantize.smoke.MAX_LOSS_INCREASE", 1e9):
+        with (
+            mock.patch("tuneserve.quantize.smoke.MAX_LOSS_INCREASE", 1e9),
+            mock.patch("tuneserve.quantize.smoke._looping", return_value=0),
+        ):
             keep(name, smoke(name, "gptq"))
 
 

@@ -185,6 +185,21 @@ def test_d06_an_export_that_lost_the_model_is_refused(exports: dict[str, Any], m
     assert error["kind"] == "QuantizeError" and "lost the model" in error["message"]
 
 
+def test_d06_an_export_that_says_one_token_for_ever_is_refused(exports: dict[str, Any]) -> None:
+    error = exports["looping"]
+    assert error["kind"] == "QuantizeError"
+    assert "repeats one token 16 times after 4 of 4 beginnings of rows" in error["message"]
+    assert "the 16-bit model after 0" in error["message"]
+
+
+def test_d06_a_model_that_is_not_finite_before_it_is_no_fault_of_the_export(
+    exports: dict[str, Any],
+) -> None:
+    error = exports["infinite"]
+    assert error["kind"] == "QuantizeError"
+    assert "infinite (16-bit): its logits are not finite" in error["message"]
+
+
 @pytest.mark.parametrize("name", ["overflow", "overflow_inside", "overflow_old"])
 def test_d06_float16_overflow_is_refused(exports: dict[str, Any], name: str) -> None:
     """In the hidden states, in what goes into a linear layer, and by the dtype's older name."""
@@ -197,6 +212,10 @@ def test_d06_float16_overflow_is_refused(exports: dict[str, Any], name: str) -> 
 def test_an_existing_folder_is_not_touched(exports: dict[str, Any]) -> None:
     assert exports["exists"]["kind"] == "OutputExists"
     assert (exports["root"] / "exists" / "mine").read_text() == "mine"
+
+
+def test_two_cores_get_the_two_workers_that_gptqmodel_wants(exports: dict[str, Any]) -> None:
+    assert exports["workers"] == "2"
 
 
 def test_only_our_lines_are_shown(exports: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +16,9 @@ import pytest
 
 from tuneserve.checkpoint.headers import TensorInfo
 from tuneserve.cpu import has_int4_kernel
-from tuneserve.errors import QuantizeError, RunFileError
-from tuneserve.quantize import checks
-from tuneserve.quantize.finite import check_finite
+from tuneserve.errors import ModelError, QuantizeError, RunFileError
+from tuneserve.quantize import checks, quantize_model
+from tuneserve.quantize.finite import check_finite, gptq_problems
 from tuneserve.quantize.support import gptqmodel_types, vllm_architectures
 from tuneserve.runfile import parse_run
 
@@ -378,6 +379,23 @@ def test_d05_a_zero_scale_is_named_and_a_zero_weight_is_not(tmp_path: Path) -> N
     assert len(caught.value.details["problems"]) == 1
 
 
+def test_zero_points_and_groups_that_a_server_would_not_read_are_named(tmp_path: Path) -> None:
+    """vLLM takes 8 for every zero point of symmetric GPTQ, and groups in their order."""
+    zeros, groups = np.full((2, 4), 0x77777777, "<i4"), np.arange(128, dtype="<i4") // 64
+    tensors = {"x.qzeros": ("I32", (2, 4)), "x.g_idx": ("I32", (128,))}
+
+    def found(group_size: int, **values: np.ndarray) -> list[str]:
+        given = {"x.qzeros": zeros, "x.g_idx": groups, **{f"x.{k}": v for k, v in values.items()}}
+        return gptq_problems(write_model(tmp_path / "m", tensors, {}, given), group_size)
+
+    assert found(64) == []
+    other = zeros.copy()
+    other[1, 2] = 0x77777787  # a zero point of 9
+    assert found(64, qzeros=other) == ["x.qzeros: 1 of 8 words are not zero points 8"]
+    assert found(64, g_idx=groups[::-1]) == ["x.g_idx: its inputs are not in groups of 64 in order"]
+    assert len(found(-1)) == 1 and found(-1, g_idx=np.zeros(128, "<i4")) == []
+
+
 def test_the_largest_finite_numbers_pass(tmp_path: Path) -> None:
     values = {"a": np.array([65504.0, -65504.0], "<f2"), "b": np.array([3.4e38], "<f4")}
     tensors = {"a": ("F16", (2,)), "b": ("F32", (1,))}
@@ -399,6 +417,19 @@ def test_all_problems_come_at_once(tmp_path: Path) -> None:
     text = str(caught.value)
     for part in ("nosuchmodel", "group_size 128", "1530 outputs", "lm_head.weight is missing"):
         assert part in text
+
+
+def test_what_a_killed_export_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"],
+                           capture_output=True, text=True, check=True).stdout.strip()  # fmt: skip
+    gone = [f".q.{ended}", f".q.{ended}.work", f".q.{os.getpid()}.work"]
+    kept = [f".q.{os.getppid()}", ".q.notes", f".other.{ended}", f".q.{ended}.txt"]
+    for name in (*gone, *kept):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "part").touch()
+    with pytest.raises(ModelError, match="no-model: is not a folder"):
+        quantize_model(tmp_path / "no-model", "gptq", tmp_path / "d", tmp_path / "q")
+    assert {path.name for path in tmp_path.iterdir()} == set(kept)
 
 
 def test_cpus_without_avx512_have_no_int4_kernel(tmp_path: Path) -> None:

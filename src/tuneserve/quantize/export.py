@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import logging
 import os
@@ -19,7 +20,7 @@ from tuneserve.progress import Clock, human_bytes, human_seconds
 from tuneserve.quantize import record
 from tuneserve.quantize.calibration import Calibration, choose
 from tuneserve.quantize.checks import preflight, quantized_shapes, read_config, static_check
-from tuneserve.quantize.finite import check_finite
+from tuneserve.quantize.finite import check_finite, gptq_problems
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +103,7 @@ def quantize_model(
             hint="name a new folder, or remove this one",
         )
     out.parent.mkdir(parents=True, exist_ok=True)
+    _end_remains(out)
     provisional = out.with_name(f".{out.name}.{os.getpid()}")
     work = out.with_name(f".{out.name}.{os.getpid()}.work")
     provisional.mkdir()
@@ -243,6 +245,8 @@ def check_export(out: Path, merged: Path, method: str, section: QuantizeSection)
     problems = static_check(
         out, merged, method=method, bits=section.bits, group_size=section.group_size
     )
+    if method == "gptq" and not problems:
+        problems = gptq_problems(out, section.group_size)
     if problems:
         raise QuantizeError(
             f"the {method} export would not be served:\n  " + "\n  ".join(problems[:20]),
@@ -311,6 +315,24 @@ def _result(
         method, human_bytes(size), human_seconds(engine.seconds), result.worst_module,
     )  # fmt: skip
     return result
+
+
+def _end_remains(out: Path) -> None:
+    """Remove what exports into `out` left that were killed outright, so that nothing else could."""
+    for path in out.parent.glob(f".{glob.escape(out.name)}.*"):
+        found = re.fullmatch(r"(\d+)(?:\.work)?", path.name.removeprefix(f".{out.name}."))
+        if found is None or not path.is_dir():
+            continue
+        try:
+            if int(found[1]) != os.getpid():  # in a container numbers come again
+                os.kill(int(found[1]), 0)
+                continue
+        except PermissionError:
+            continue
+        except (ProcessLookupError, OverflowError):
+            pass
+        log.warning("%s: removed, left by an export that was killed", path)
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _without_paths(scheme: dict[str, Any]) -> dict[str, Any]:

@@ -72,6 +72,30 @@ def tensor_problem(info: TensorInfo) -> str:
     return ""
 
 
+# The zero point of symmetric weights is 8, stored less one, eight in a word.
+_SYMMETRIC = 0x77777777
+
+
+def gptq_problems(folder: Path, group_size: int) -> list[str]:
+    """Zero points and group numbers of a GPTQ export that are not what a server takes them for.
+
+    vLLM reads neither of symmetric weights without activation order: it takes 8, and groups one
+    after the other. Others would be served wrongly although they say what is right.
+    """
+    problems = []
+    for info in Checkpoint.open(folder).tensors.values():
+        if info.name.endswith(".qzeros"):
+            words = np.concatenate(list(_pieces(info, "<u4")))
+            if wrong := int(np.count_nonzero(words != _SYMMETRIC)):
+                problems.append(f"{info.name}: {wrong} of {info.numel} words are not zero points 8")
+        elif info.name.endswith(".g_idx"):
+            groups = np.concatenate(list(_pieces(info, "<i4")))
+            width = len(groups) if group_size == -1 else group_size
+            if not np.array_equal(groups, np.arange(len(groups)) // width):
+                problems.append(f"{info.name}: its inputs are not in groups of {width} in order")
+    return problems
+
+
 def _pieces(info: TensorInfo, kind: str) -> Iterator[np.ndarray]:
     with info.file.open("rb", buffering=0) as stream:
         stream.seek(info.begin)

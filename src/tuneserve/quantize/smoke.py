@@ -25,6 +25,8 @@ ROW_TOKENS = 192
 # Perplexity may at most double: working 4-bit exports of small models lose 1 to 10 %, broken ones
 # end near the vocabulary's size.
 MAX_LOSS_INCREASE = math.log(2)
+# Greedy tokens after the first half of a row; all of them the same are a loop.
+LOOP_TOKENS = 16
 MAX_FLOAT16 = 65504.0
 # On a CPU the comparison holds the model in float32, twice for a moment at its largest tensor; on a
 # GPU in the checkpoint's own 16 bits, beside what GPTQModel still holds.
@@ -55,14 +57,15 @@ def smoke_test(
     group_size: int,
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
-    """Mean loss of the 16-bit model and of its export on a few held-out rows.
+    """Mean loss of the 16-bit model and of its export on a few held-out rows, and how they go on.
 
     Returns:
         rows, tokens, and the two losses in nats per token.
 
     Raises:
         QuantizeError: Logits are not finite, the export's perplexity is more than twice the
-            model's, or its float16 activations overflow.
+            model's, it repeats one token where the model does not, or its float16 activations
+            overflow.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -79,8 +82,16 @@ def smoke_test(
             trust_remote_code=trust_remote_code,
         ).eval()
         before, _ = _loss(reference, rows)
+        if not math.isfinite(before):
+            raise QuantizeError(
+                f"{model.name} (16-bit): its logits are not finite",
+                expected="a model that computes finite numbers in its own precision",
+                hint="train and merge in bfloat16; if it persists, look at the training",
+            )
+        looped = _looping(reference, rows)
         load_dequantized(reference, export, model, method, group_size)
         after, largest = _loss(reference, rows)
+        loops = _looping(reference, rows) if math.isfinite(after) else 0
     tokens = sum(len(row) - 1 for row in rows)
     found = {
         "rows": len(rows),
@@ -104,6 +115,15 @@ def smoke_test(
             f"activations reach {largest:.3g}, more than float16 holds ({MAX_FLOAT16:.0f}), and "
             f"{why}",
             hint="train and merge in bfloat16, on a GPU that has it",
+            details=found,
+        )
+    if loops > looped:
+        raise QuantizeError(
+            f"the {method} export repeats one token {LOOP_TOKENS} times after {loops} of "
+            f"{len(rows)} beginnings of rows, the 16-bit model after {looped}",
+            expected="greedy text that goes on as the model's does",
+            hint="use a smaller group_size or more calibration rows, or add awq or none to "
+            "quantize.methods",
             details=found,
         )
     return found
@@ -228,6 +248,25 @@ def _loss(model: Any, rows: list[list[int]]) -> tuple[float, float]:
         for hook in hooks:
             hook.remove()
     return total / count, largest
+
+
+def _looping(model: Any, rows: list[list[int]]) -> int:
+    """After how many beginnings of rows the greedy text is one token, over and over."""
+    import torch
+    from transformers import GenerationConfig
+
+    ends = model.generation_config.eos_token_id
+    ends = [ends] if isinstance(ends, int) else list(ends or [])
+    config = GenerationConfig(
+        max_new_tokens=LOOP_TOKENS, do_sample=False, eos_token_id=ends or None, pad_token_id=0
+    )
+    count = 0
+    for row in rows:
+        ids = torch.tensor([row[: len(row) // 2]], device=next(model.parameters()).device)
+        said = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+        answer = said[0, ids.shape[1] :].tolist()
+        count += len(answer) == LOOP_TOKENS and len(set(answer)) == 1 and answer[0] not in ends
+    return count
 
 
 def _fits_on_gpu(model: Path) -> bool:
