@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 
-from tuneserve.cli.app import app
+from tuneserve.cli.app import UsageError, app, wrong_usage
 from tuneserve.errors import TuneserveError
 
 # The order of import is the order of the verbs in --help.
@@ -30,7 +30,11 @@ def main() -> None:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as `nohup` and shells' `&` have it
             signal.signal(number, lambda got, _: sys.exit(128 + got))  # so `finally` runs
     try:
-        app(standalone_mode=True)
+        try:
+            given = sys.argv[1:] or ["--help"]
+            sys.exit(app(given, prog_name="tuneserve", standalone_mode=False))
+        except UsageError as error:
+            raise wrong_usage(error) from error
     except TuneserveError as error:
         if "--json" in sys.argv:
             print(json.dumps({"error": error.to_json()}))

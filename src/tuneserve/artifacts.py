@@ -170,7 +170,7 @@ class Store:
             )
             raise InputError(
                 f"artifact {id!r}: {found}",
-                expected=f"an artifact id in {self.root}",
+                expected=f"an artifact id in {self.root}{self._such_as()}",
                 hint="`tuneserve status` lists what is serving; the store's folders are the ids",
             )
         artifact = self.find(matches[0])
@@ -181,6 +181,15 @@ class Store:
                 hint="run the stage that made it again",
             )
         return artifact
+
+    def _such_as(self) -> str:
+        """The newest artifacts, for whoever named one that is not there."""
+        made = [path.parent for path in self.root.glob(f"[!.]*/{MANIFEST}")]
+        newest = sorted(made, key=lambda folder: folder.name)
+        newest.sort(key=lambda folder: folder.stat().st_mtime, reverse=True)
+        return (
+            f", such as {', '.join(f.name for f in newest[:3])}" if newest else ", which is empty"
+        )
 
     def note_use(self, *ids: str) -> None:
         """Remember that artifacts were used now, and from which TUNESERVE_HOME: `tuneserve gc`

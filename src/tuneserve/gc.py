@@ -127,9 +127,8 @@ def sweep_text(sweep: Sweep, *, removed: bool) -> str:
     gone = {**sweep.artifacts, **sweep.leftovers}
     lines += [f"{verb} {id}: {human_bytes(size)}" for id, size in gone.items()]
     lines += [f"busy    {id}: in use, left alone" for id in sweep.busy]
-    lines.append(
-        f"{human_bytes(sweep.bytes)} {'freed' if removed else 'would be freed; add --yes to do it'}"
-    )
+    done = "freed" if removed else "would be freed; add --yes to do it"
+    lines.append(f"{human_bytes(sweep.bytes)} {done}" if gone else "nothing to remove")
     return "\n".join(lines)
 
 

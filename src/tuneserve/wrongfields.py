@@ -116,11 +116,18 @@ def _path(loc: Loc) -> str:
     return ".".join(str(part) for part in loc) or "(top)"
 
 
-def _problem(item: Any, loc: Loc, field: FieldInfo | Any, kind: type[Section]) -> str:
+def in_words(item: Any) -> str:
+    """What was found, of one of pydantic's errors."""
     if item["type"] in _OWN:  # it names what was found, where that is no secret
         return str(item["msg"]).removeprefix("Value error, ")
     sentence = SENTENCES.get(item["type"], "{found} is not allowed")
-    sentence = sentence.format(found=_found(item["input"]))
+    return sentence.format(found=_found(item["input"]))
+
+
+def _problem(item: Any, loc: Loc, field: FieldInfo | Any, kind: type[Section]) -> str:
+    sentence = in_words(item)
+    if item["type"] in _OWN:
+        return sentence
     if item["type"] == "extra_forbidden":
         meant = _meant(loc, list(field_paths(kind)))
         return sentence + (f"; did you mean {meant}?" if meant else "")

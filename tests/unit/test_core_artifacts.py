@@ -203,3 +203,19 @@ def test_the_kept_step_and_what_it_depends_on_make_another_adapter(
     keys = [key("last", 20, 64), key("best", 20, 64), key("best", 10, 64), key("best", 20, 32)]
     assert len(set(keys)) == 4
     assert key("last", 10, 32) == keys[0]  # nothing is chosen, so when it is looked at is the same
+
+
+def test_what_is_not_there_names_the_newest_that_are(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    with pytest.raises(InputError) as caught:
+        store.get("merged-9")
+    assert caught.value.expected == f"an artifact id in {store.root}, which is empty"
+    for age, id in enumerate(("merged-4", "merged-3", "dataset-2", "adapter-1")):
+        (store.root / id).mkdir(parents=True)
+        (store.root / id / "manifest.json").write_text("{}")
+        os.utime(store.root / id, (1000 - age, 1000 - age))
+    with pytest.raises(InputError) as caught:
+        store.get("merged-9")
+    assert caught.value.expected == (
+        f"an artifact id in {store.root}, such as merged-4, merged-3, dataset-2"
+    )

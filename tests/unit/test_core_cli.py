@@ -71,6 +71,9 @@ def test_help_names_every_verb() -> None:
     for verb in VERBS:
         assert re.search(rf"^  {verb} ", done.stdout, re.MULTILINE)
     assert "stage" not in re.findall(r"^  (\w+)", done.stdout, re.MULTILINE)
+    assert not re.findall(r"^  \w+ .*\.\.\.$", done.stdout, re.MULTILINE), "a line is cut off"
+    alone = tuneserve()
+    assert (alone.returncode, alone.stdout) == (0, done.stdout)
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -135,6 +138,62 @@ def test_wrong_usage_is_exit_2(arguments: list[str], tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said", "hint"),
+    [
+        (
+            ["promote"],
+            "tuneserve promote: Missing argument 'RELEASE'.",
+            "`tuneserve promote r0003`",
+        ),
+        (["nonsense"], "No such command 'nonsense'.", "`tuneserve --help`"),
+        (["gc", "--keep-day", "3"], "No such option: --keep-day", "`tuneserve gc --keep-days 30`"),
+        (["gc", "--keep-days", "x"], "'--keep-days': 'x' is no number", "tuneserve gc --help"),
+        (["ask", "hi", "--max-tokens", "0"], "'0' is too small; expected >= 1", "tuneserve ask"),
+        (["doctor", "--port", "99999"], "'99999' is too large; expected <= 65535", "doctor --help"),
+        (["runs", "--last", "-1"], "'-1' is too small; expected >= 1", "tuneserve runs --help"),
+        (["logs", "--lines", "0"], "'0' is too small; expected >= 1", "tuneserve logs --help"),
+        (
+            ["merge", "--base-weights", "int8"],
+            "'int8' is not one of 'original', 'nf4'",
+            "--adapter adapter/",
+        ),
+    ],
+)
+def test_a_wrong_command_line_is_an_error_like_all_others(
+    arguments: list[str], said: str, hint: str, tmp_path: Path
+) -> None:
+    done = tuneserve(*arguments, "--json", cwd=tmp_path)
+    assert done.returncode == 2
+    if arguments[0] not in ("nonsense", "logs"):  # which take no --json
+        error = json.loads(done.stdout)["error"]
+        assert error["kind"] == "InputError"
+        assert said in error["message"] and hint in error["hint"]
+        assert error["expected"].startswith(f"tuneserve {arguments[0]} [OPTIONS]")
+    plain = tuneserve(*arguments, cwd=tmp_path)
+    assert plain.returncode == 2 and plain.stdout == ""
+    assert said in plain.stderr and hint in plain.stderr and plain.stderr.startswith("error: ")
+
+
+@pytest.mark.parametrize("verb", ["validate", "plan", "train", "run"])
+def test_without_a_run_file_it_is_the_one_that_init_writes(verb: str, tmp_path: Path) -> None:
+    def said() -> str:
+        done = tuneserve(verb, cwd=tmp_path)
+        assert done.returncode == 2 and done.stdout == ""
+        return done.stderr
+
+    assert said() == (
+        "error: no run file was named, and this folder has no run.yaml\n"
+        f"  expected: tuneserve {verb} RUN.yaml\n"
+        "  what to do: `tuneserve init DATA` looks at your data and writes one\n"
+    )
+    (tmp_path / "support.yaml").write_text("name: [")
+    assert "no run.yaml but support.yaml" in said() and f"tuneserve {verb} support.yaml" in said()
+    (tmp_path / "run.yaml").write_text("name: a\nwrong: 1\n")
+    assert said().startswith("using run.yaml\nerror: run.yaml: 3 fields are wrong\n")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["run.yaml", "support.yaml"]
 
 
 @pytest.mark.parametrize(

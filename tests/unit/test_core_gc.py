@@ -89,6 +89,12 @@ def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> House:
     return House(tmp_path)
 
 
+def test_an_empty_store_has_nothing_to_remove(house: House) -> None:
+    for removed in (False, True):
+        text = sweep_text(survey(house.store, keep_days=14), removed=removed)
+        assert text == "nothing to remove"
+
+
 def test_a_release_and_all_it_was_made_from_stay(house: House) -> None:
     serving, old = house.chain("serving"), house.chain("old")
     before = house.chain("before")

@@ -14,11 +14,11 @@ import typer
 if TYPE_CHECKING:
     from tuneserve.calls import StageCall, StageResult
     from tuneserve.config import RunFile
+    from tuneserve.errors import TuneserveError
 
 app = typer.Typer(
     name="tuneserve",
     help="From a chat data set and a base model to a proven OpenAI-compatible endpoint.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -44,8 +44,41 @@ def _options(
     """What comes before a verb."""
 
 
-RunArgument = Annotated[Path, typer.Argument(help="The run file (YAML).", metavar="RUN.yaml")]
+# What a command line that we do not take raises. typer carries a click of its own.
+UsageError = typer.BadParameter.__mro__[1]
+_BOUNDS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
+# What `tuneserve init` writes unless told otherwise.
+USUAL_RUN_FILE = Path("run.yaml")
+RunArgument = Annotated[
+    Path | None,
+    typer.Argument(
+        help=f"The run file (YAML); none: {USUAL_RUN_FILE} of this folder.", metavar="RUN.yaml"
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+
+
+def named_or_usual(path: Path | None, verb: str) -> Path:
+    """The run file that was named, else the one that `tuneserve init` writes into this folder.
+
+    Raises:
+        RunFileError: None was named and there is none of that name; it lists those that are there.
+    """
+    from tuneserve.errors import RunFileError
+
+    if path is not None:
+        return path
+    if USUAL_RUN_FILE.is_file():
+        print(f"using {USUAL_RUN_FILE}", file=sys.stderr)
+        return USUAL_RUN_FILE
+    here = sorted(str(p) for p in (*Path().glob("*.yaml"), *Path().glob("*.yml")))
+    name = here[0] if len(here) == 1 else "RUN.yaml"
+    raise RunFileError(
+        f"no run file was named, and this folder has no {USUAL_RUN_FILE}"
+        + (f" but {', '.join(here[:8])}" if here else ""),
+        expected=f"tuneserve {verb} {name}",
+        hint="name it" if here else "`tuneserve init DATA` looks at your data and writes one",
+    )
 
 
 def load(path: Path) -> RunFile:
@@ -54,6 +87,36 @@ def load(path: Path) -> RunFile:
 
     log_to_stderr()
     return load_run_file(path)
+
+
+def wrong_usage(error: Exception) -> TuneserveError:
+    """A command line that we do not take, as an error like all others."""
+    from tuneserve.errors import InputError
+
+    assert isinstance(error, UsageError)
+    context = error.ctx  # type: ignore[attr-defined]
+    problem = error.format_message()  # type: ignore[attr-defined]
+    if isinstance(error.__cause__, ValueError) and hasattr(error.__cause__, "errors"):
+        problem = _wrong_value(problem, error.__cause__)
+    usage = " ".join(context.get_usage().removeprefix("Usage:").split()) if context else ""
+    example = (context.command.epilog or "").removeprefix("Example: ") if context else ""
+    called = context.command_path if context else "tuneserve"
+    more = f"`{called} --help` says more"
+    return InputError(
+        f"{called}: {problem}",
+        expected=usage,
+        hint=f"for example `{example}`; {more}" if example else more,
+    )
+
+
+def _wrong_value(problem: str, cause: Any) -> str:
+    """What typer says of an option's value, in the words that a run file's fields have."""
+    from tuneserve.wrongfields import in_words
+
+    (item, *_) = cause.errors()
+    bounds = [f"{sign} {item['ctx'][of]}" for of, sign in _BOUNDS if of in item.get("ctx", {})]
+    expected = f"; expected {bounds[0]}" if bounds else ""
+    return f"{problem.partition(':')[0]}: {in_words(item).rstrip('.')}{expected}"
 
 
 def execute(call: StageCall) -> StageResult:

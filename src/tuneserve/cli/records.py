@@ -22,7 +22,10 @@ StoreOption = Annotated[
 ]
 
 
-@app.command(epilog="Example: tuneserve lineage r0007 --diff r0006")
+@app.command(
+    short_help="From a release back to all that went into it.",
+    epilog="Example: tuneserve lineage r0007 --diff r0006",
+)
 def lineage(
     what: Annotated[
         str,
@@ -52,7 +55,7 @@ def lineage(
 
 @app.command(epilog="Example: tuneserve runs")
 def runs(
-    last: Annotated[int, typer.Option(help="How many, newest last.")] = 20,
+    last: Annotated[int, typer.Option(min=1, help="How many, newest last.")] = 20,
     as_json: JsonOption = False,
 ) -> None:
     """What ran here: when, for how long, and how it ended."""
@@ -79,7 +82,10 @@ def runs(
     show(data, "\n".join(lines) or "nothing ran yet", as_json)
 
 
-@app.command(epilog="Example: tuneserve gc --keep-days 30")
+@app.command(
+    short_help="Remove artifacts that nothing needs.",
+    epilog="Example: tuneserve gc --keep-days 30",
+)
 def gc(
     keep_days: Annotated[float, typer.Option(help="Keep what was used within so many days.")] = 14,
     yes: Annotated[bool, typer.Option("--yes", help="Remove; without it only shown.")] = False,
@@ -111,9 +117,12 @@ def gc(
     show({**sweep.to_json(), "removed": yes}, sweep_text(sweep, removed=yes), as_json)
 
 
-@app.command(epilog="Example: tuneserve doctor")
+@app.command(
+    short_help="Look at this machine, and say what to do.",
+    epilog="Example: tuneserve doctor",
+)
 def doctor(
-    port: Annotated[int, typer.Option(help="Port the gateway would use.")] = 8080,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port the gateway would use.")] = 8080,
     as_json: JsonOption = False,
 ) -> None:
     """Look at this machine: Python, compiler, torch, GPU, disk, ports, versions."""

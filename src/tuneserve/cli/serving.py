@@ -48,7 +48,7 @@ def release(
 
 @app.command(epilog="Example: tuneserve ask 'How long is the warranty?'")
 def ask(
-    question: Annotated[str, typer.Argument(help="What to ask.")],
+    question: Annotated[str, typer.Argument(help="What to ask.", metavar="QUESTION")],
     name: Annotated[str | None, typer.Option(help="Served name; unset: the default one.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 256,
     as_json: JsonOption = False,
@@ -70,7 +70,10 @@ def status(as_json: JsonOption = False) -> None:
     show(found, status_text(found), as_json)
 
 
-@app.command(epilog="Example: tuneserve up")
+@app.command(
+    short_help="Start what was serving, after `down` or a restart.",
+    epilog="Example: tuneserve up",
+)
 def up(as_json: JsonOption = False) -> None:
     """Start what was serving, after `down` or a restart of the machine."""
     from tuneserve.release import control
@@ -81,7 +84,10 @@ def up(as_json: JsonOption = False) -> None:
     show(found, status_text(found), as_json)
 
 
-@app.command(epilog="Example: tuneserve keep")
+@app.command(
+    short_help="Keep the servers up in the foreground, for containers.",
+    epilog="Example: tuneserve keep",
+)
 def keep() -> None:
     """Keep the servers up in the foreground, for containers and service managers."""
     from tuneserve.release.keep import keep as keep_servers
@@ -143,10 +149,12 @@ def _why_empty(path: Path) -> str:
 def logs(
     which: Annotated[
         str | None,
-        typer.Argument(help="Served name, release id, stage, gateway, access or keeper."),
+        typer.Argument(
+            help="Served name, release id, stage, gateway, access or keeper.", metavar="LOG"
+        ),
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing.")] = False,
-    lines: Annotated[int, typer.Option(help="Lines from the end.")] = 40,
+    lines: Annotated[int, typer.Option(min=1, help="Lines from the end.")] = 40,
 ) -> None:
     """Show the log of a server, or of a stage's latest run."""
     from tuneserve.errors import InputError
@@ -169,8 +177,8 @@ def logs(
 
 @app.command(epilog="Example: tuneserve keys add my-application")
 def keys(
-    action: Annotated[str, typer.Argument(help="list, add or revoke.")] = "list",
-    name: Annotated[str, typer.Argument(help="Name of the key.")] = "",
+    action: Annotated[str, typer.Argument(help="list, add or revoke.", metavar="ACTION")] = "list",
+    name: Annotated[str, typer.Argument(help="Name of the key.", metavar="NAME")] = "",
     as_json: JsonOption = False,
 ) -> None:
     """API keys of the endpoint: named, several, revocable."""

@@ -18,6 +18,7 @@ from tuneserve.cli.app import (
     execute,
     load,
     log_to_stderr,
+    named_or_usual,
     show,
     validated,
     what_next,
@@ -29,10 +30,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-@app.command(epilog="Example: tuneserve validate deploy/runs/demo.yaml")
-def validate(run_file: RunArgument, as_json: JsonOption = False) -> None:
+@app.command(
+    short_help="Check every row of the data, with file, line and column.",
+    epilog="Example: tuneserve validate deploy/runs/demo.yaml",
+)
+def validate(run_file: RunArgument = None, as_json: JsonOption = False) -> None:
     """Check the data: every row that would hurt a GPU is named with file, line and column."""
-    run = load(run_file)
+    path = named_or_usual(run_file, "validate")
+    run = load(path)
     result = validated(run)[1]
     metrics = result.metrics
     _warn_of_refusal(run, metrics)
@@ -50,7 +55,7 @@ def validate(run_file: RunArgument, as_json: JsonOption = False) -> None:
         *(f"  {code}: {count}" for code, count in sorted(metrics["reasons"].items())),
         *(f"  warning {code}: {n}" for code, n in sorted(metrics.get("warnings", {}).items())),
         f"report: {folder / 'report.md'}",
-        what_next(f"tuneserve plan {shlex.quote(str(run_file))}"),
+        what_next(f"tuneserve plan {shlex.quote(str(path))}"),
     ]
     show(data, "\n".join(lines), as_json)
 
@@ -66,11 +71,12 @@ def _warn_of_refusal(run: RunFile, metrics: dict[str, Any]) -> None:
         log.warning("the run would be refused: %s; %s", error.message, error.hint)
 
 
-@app.command(epilog="Example: tuneserve plan RUN.yaml --gpu-memory 24GiB")
+@app.command(
+    short_help="Predict memory, disk and time before anything runs.",
+    epilog="Example: tuneserve plan RUN.yaml --gpu-memory 24GiB",
+)
 def plan(
-    run_file: Annotated[
-        Path | None, typer.Argument(help="The run file (YAML).", metavar="RUN.yaml")
-    ] = None,
+    run_file: RunArgument = None,
     gpu_memory: Annotated[
         str | None, typer.Option(help="Plan for a card of this size, e.g. 24GiB; no GPU needed.")
     ] = None,
@@ -91,30 +97,32 @@ def plan(
         text = f"{fitted['points']} trainings: mean error {before} before, {after} now"
         show(fitted, text, as_json)
         return
-    if run_file is None:
-        raise typer.BadParameter("a run file, or --calibrate", param_hint="RUN_FILE")
+    path = named_or_usual(run_file, "plan")
     try:
         gpu_bytes = parse_card(gpu_memory) if gpu_memory else None
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--gpu-memory") from error
-    found = plan_run(load(run_file), gpu_memory_bytes=gpu_bytes)
+    found = plan_run(load(path), gpu_memory_bytes=gpu_bytes)
     text = found["table"]
     if found["fits"]:
-        text += "\n" + what_next(f"tuneserve run {shlex.quote(str(run_file))}")
+        text += "\n" + what_next(f"tuneserve run {shlex.quote(str(path))}")
     show({k: v for k, v in found.items() if k != "table"}, text, as_json)
     if not found["fits"]:
         raise SystemExit(3)
 
 
-@app.command(epilog="Example: tuneserve train RUN.yaml")
-def train(run_file: RunArgument, as_json: JsonOption = False) -> None:
+@app.command(
+    short_help="Train the adapter, after fetch, validate and plan.",
+    epilog="Example: tuneserve train RUN.yaml",
+)
+def train(run_file: RunArgument = None, as_json: JsonOption = False) -> None:
     """Train the adapter: fetch, validate and plan first; a finished adapter is re-used."""
     from tuneserve.calls import StageCall
     from tuneserve.named import check_named
     from tuneserve.runlock import hold
     from tuneserve.runs import now
 
-    run = load(run_file)
+    run = load(named_or_usual(run_file, "train"))
     check_named(run)  # before others are waited for
     with hold(run, "tuneserve train", now()):
         base, dataset = validated(run)
@@ -125,9 +133,12 @@ def train(run_file: RunArgument, as_json: JsonOption = False) -> None:
     show(result.to_json(), f"adapter: {result.path}", as_json)
 
 
-@app.command(epilog="Example: tuneserve run deploy/runs/demo.yaml")
+@app.command(
+    short_help="The whole way, from the data to the endpoint.",
+    epilog="Example: tuneserve run deploy/runs/demo.yaml",
+)
 def run(
-    run_file: RunArgument,
+    run_file: RunArgument = None,
     force: Annotated[
         bool, typer.Option("--force", help="Run also when nothing changed since the last time.")
     ] = False,
@@ -136,7 +147,7 @@ def run(
     """The whole way: validate, plan, train, merge, evaluate, quantize, prove and serve."""
     from tuneserve.retrain import retrain
 
-    result = retrain(load(run_file), execute, force=force)
+    result = retrain(load(named_or_usual(run_file, "run")), execute, force=force)
     lines = [f"{kind}: {id}" for kind, id in result.artifacts.items()]
     lines += [f"endpoint: {result.endpoint}", f"model: {result.model}"]
     if result.note:
@@ -144,7 +155,10 @@ def run(
     show(result.to_json(), "\n".join(lines), as_json)
 
 
-@app.command(epilog="Example: tuneserve merge --base base/ --adapter adapter/ --out merged/")
+@app.command(
+    short_help="Merge a LoRA adapter into its base, in bounded memory.",
+    epilog="Example: tuneserve merge --base base/ --adapter adapter/ --out merged/",
+)
 def merge(
     base: Annotated[Path | None, typer.Option(help="Folder of the base model.")] = None,
     adapter: Annotated[Path | None, typer.Option(help="Folder of the PEFT adapter.")] = None,
@@ -209,7 +223,8 @@ def merge(
 
 
 @app.command(
-    epilog="Example: tuneserve quantize --model merged/ --calibration dataset-1f0c --out q/"
+    short_help="Export a 4-bit model that vLLM serves.",
+    epilog="Example: tuneserve quantize --model merged/ --calibration dataset-1f0c --out q/",
 )
 def quantize(
     model: Annotated[Path, typer.Option(help="Folder of the 16-bit model.")],

@@ -10,13 +10,16 @@ import typer
 from tuneserve.cli.app import JsonOption, app, log_to_stderr, show, what_next
 
 
-@app.command(epilog="Example: tuneserve init chats.jsonl --gpu-memory 24GiB")
+@app.command(
+    short_help="Write a run file that fits your data and your card.",
+    epilog="Example: tuneserve init chats.jsonl --gpu-memory 24GiB",
+)
 def init(
     data: Annotated[
         list[str] | None,
         typer.Argument(
             help="Files, folders or globs with conversations; none: an example is written.",
-            metavar="[DATA]...",
+            metavar="DATA",
         ),
     ] = None,
     out: Annotated[Path, typer.Option(help="Run file to write.")] = Path("run.yaml"),

@@ -135,8 +135,10 @@ def revoke_key(path: Path, name: str) -> None:
         if name not in keys:
             raise InputError(
                 f"there is no key named {name!r}",
-                expected=f"one of: {', '.join(sorted(keys)) or 'none'}",
-                hint="list the keys first",
+                expected=f"one of: {', '.join(sorted(keys))}"
+                if keys
+                else "a key; none was made yet",
+                hint="`tuneserve keys list` names them",
             )
         del keys[name]
         _write(path, keys)

@@ -124,11 +124,13 @@ class State:
         matches = [id] if id in self.releases else [r for r in self.releases if r.startswith(id)]
         if len(matches) != 1:
             found = f"{len(matches)} begin so" if matches else "there is none"
-            known = ", ".join(sorted(self.releases)) or "none"
+            known = ", ".join(sorted(self.releases))
             raise InputError(
                 f"release {id!r}: {found}",
-                expected=f"one of: {known}",
-                hint="`tuneserve status` shows the history of each name",
+                expected=f"one of: {known}" if known else "a release; none was made yet",
+                hint="`tuneserve status` shows the history of each name"
+                if known
+                else "`tuneserve run RUN.yaml` makes one",
             )
         return self.releases[matches[0]]
 
