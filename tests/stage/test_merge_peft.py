@@ -11,106 +11,28 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from merge_house import rewrite
+from merge_models import (
+    assert_same_model,
+    family,
+    gpt2,
+    llama,
+    load,
+    logits,
+    make_base,
+    phi3,
+    qwen,
+    stored,
+    train,
+)
 from tuneserve.checkpoint.headers import Checkpoint
 from tuneserve.merge import merge_adapter
 from tuneserve.merge.proof import read_proof, verify
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-def llama(**changes: Any) -> Any:
-    settings: dict[str, Any] = {
-        "vocab_size": 97,
-        "hidden_size": 96,
-        "intermediate_size": 168,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "tie_word_embeddings": False,
-    }
-    return LlamaConfig(**{**settings, **changes})
-
-
-def qwen(**changes: Any) -> Any:
-    from transformers import Qwen2Config
-
-    return Qwen2Config(**{**llama().to_dict(), "model_type": "qwen2", **changes})
-
-
-def phi3(**changes: Any) -> Any:
-    from transformers import Phi3Config
-
-    settings = {**llama().to_dict(), "model_type": "phi3", "pad_token_id": 0, **changes}
-    return Phi3Config(**settings)
-
-
-def gpt2(**changes: Any) -> Any:
-    from transformers import GPT2Config
-
-    return GPT2Config(
-        **{"vocab_size": 97, "n_embd": 96, "n_layer": 2, "n_head": 4, "n_positions": 64, **changes}
-    )
-
-
-def make_base(
-    folder: Path, config: Any, dtype: torch.dtype = torch.bfloat16, shard_size: str = "5GB"
-) -> Path:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():  # biases too: zeros would hide mistakes
-            parameter.copy_(torch.randn_like(parameter) * 0.05)
-    model.to(dtype).save_pretrained(folder, max_shard_size=shard_size)
-    return folder
-
-
-def train(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
-    """Random values in place of training: every adapter parameter gets something to lose."""
-    peft = get_peft_model(model, config)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in peft.named_parameters():
-            if parameter.requires_grad:
-                noise = torch.randn(parameter.shape, generator=generator)
-                if "magnitude" in name:
-                    parameter.mul_(1 + 0.1 * noise.to(parameter))
-                else:
-                    parameter.add_((noise * 0.03).to(parameter))
-    return peft
-
-
-def load(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-
-
-def stored(folder: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        found.update(load_file(path))
-    return found
-
-
-def assert_same_model(folder: Path, expected: Any, tolerance: float = 0.0) -> None:
-    """The merged folder, loaded strictly, holds the same parameters as PEFT's merged model."""
-    merged, info = AutoModelForCausalLM.from_pretrained(
-        folder, dtype="auto", output_loading_info=True
-    )
-    assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    ours, theirs = dict(merged.named_parameters()), dict(expected.named_parameters())
-    assert ours.keys() == theirs.keys()
-    for name, value in theirs.items():
-        assert ours[name].dtype == value.dtype, name
-        if tolerance:
-            torch.testing.assert_close(ours[name], value, rtol=tolerance, atol=tolerance)
-        else:
-            assert torch.equal(ours[name], value), (
-                f"{name}: {int((ours[name] != value).sum())} of {value.numel()} elements differ"
-            )
 
 
 @dataclass
@@ -120,6 +42,7 @@ class Case:
     model: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.bfloat16
     tolerance: float = 0.0
+    adapter_dtype: torch.dtype = torch.float32
     kinds: set[str] = field(default_factory=lambda: {"copy", "lora"})
 
 
@@ -132,11 +55,25 @@ CASES = {
     "lora": Case({"target_modules": ALL}),
     "lora-fp16": Case({"target_modules": ALL}, dtype=torch.float16),
     "lora-fp32": Case({"target_modules": ALL}, dtype=torch.float32),
+    # Adapters are often saved in 16 bits; PEFT computes with them in float32.
+    "lora-of-bf16": Case({"target_modules": ALL}, adapter_dtype=torch.bfloat16),
+    "lora-of-fp16": Case({"target_modules": ALL}, adapter_dtype=torch.float16),
+    "dora-of-bf16": Case(
+        {"target_modules": ALL, "use_dora": True},
+        adapter_dtype=torch.bfloat16,
+        kinds={"copy", "dora"},
+    ),
     "rslora": Case({"target_modules": ALL, "use_rslora": True, "r": 16, "lora_alpha": 16}),
     "patterns": Case({"target_modules": ALL, **PATTERNS}),
     "rslora-patterns": Case({"target_modules": ALL, **PATTERNS, "use_rslora": True}),
     "regex-targets": Case({"target_modules": r".*\.(q|up)_proj"}),
     "some-layers": Case({"target_modules": ["q_proj"], "layers_to_transform": [1]}),
+    "named-layers": Case(
+        {"target_modules": ["up_proj"], "layers_to_transform": 0, "layers_pattern": "layers"}
+    ),
+    "excluded": Case({"target_modules": ALL, "exclude_modules": ["down_proj"]}),
+    "excluded-regex": Case({"target_modules": ALL, "exclude_modules": r".*layers\.0\..*"}),
+    "all-linear": Case({"target_modules": "all-linear"}),
     "tied": Case({"target_modules": ALL}, model={"tie_word_embeddings": True}),
     "qwen-biases": Case({"target_modules": ALL}, config=qwen),
     "qwen-lora-bias": Case(
@@ -154,9 +91,45 @@ CASES = {
         config=qwen,
         kinds={"copy", "lora", "replace"},
     ),
+    "qwen-lora-bias-and-bias-all": Case(
+        {"target_modules": ["q_proj", "v_proj"], "lora_bias": True, "bias": "all"},
+        config=qwen,
+        kinds={"copy", "lora", "bias", "replace"},
+    ),
+    "qwen-dora-bias-all": Case(
+        {"target_modules": ["q_proj", "o_proj"], "use_dora": True, "bias": "all"},
+        config=qwen,
+        kinds={"copy", "dora", "replace"},
+    ),
+    "neox-fused-bias-all": Case(
+        {"target_modules": ["query_key_value", "dense"], "bias": "all"},
+        config=lambda: family("gpt_neox"),
+        kinds={"copy", "lora", "replace"},
+    ),
+    "falcon-fused": Case(
+        {"target_modules": ["query_key_value", "dense"]}, config=lambda: family("falcon")
+    ),
+    # Experts are stored one by one and run as one tensor: the names target the shared expert alone.
+    "experts-untouched": Case({"target_modules": ALL}, config=lambda: family("qwen2_moe")),
     "phi3-fused": Case({"target_modules": ["qkv_proj", "gate_up_proj"]}, config=phi3),
     "gpt2-conv1d": Case(
         {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}, config=gpt2
+    ),
+    "gpt2-found-by-peft": Case({"target_modules": ["c_attn", "c_proj", "c_fc"]}, config=gpt2),
+    "gpt2-lora-bias": Case(
+        {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True, "lora_bias": True},
+        config=gpt2,
+        kinds={"copy", "lora", "bias"},
+    ),
+    "gpt2-bias-all": Case(
+        {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True, "bias": "all"},
+        config=gpt2,
+        kinds={"copy", "lora", "replace"},
+    ),
+    "gpt2-saved-head-tied": Case(
+        {"target_modules": ["c_attn"], "fan_in_fan_out": True, "modules_to_save": ["lm_head"]},
+        config=gpt2,
+        kinds={"copy", "lora", "replace"},
     ),
     "gpt2-dora": Case(
         {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True, "use_dora": True},
@@ -187,6 +160,11 @@ CASES = {
     ),
     "saved-norm": Case(
         {"target_modules": ["q_proj"], "modules_to_save": ["input_layernorm"]},
+        kinds={"copy", "lora", "replace"},
+    ),
+    # PEFT puts no adapter inside of what is trained whole, whatever the targets' names are.
+    "saved-mlp-with-targets-inside": Case(
+        {"target_modules": ["q_proj", "up_proj"], "modules_to_save": ["mlp"]},
         kinds={"copy", "lora", "replace"},
     ),
     "saved-embedding-tied": Case(
@@ -249,6 +227,7 @@ def test_equals_peft(name: str, tmp_path: Path) -> None:
     adapter = tmp_path / "adapter"
     config = LoraConfig(**{"r": 4, "lora_alpha": 12, "task_type": "CAUSAL_LM", **case.lora})
     train(load(base), config).save_pretrained(adapter)
+    rewrite(adapter, lambda t: t.update({k: v.to(case.adapter_dtype) for k, v in t.items()}))
 
     result = merge_adapter(base, adapter, tmp_path / "out", sample=False)
 
@@ -267,16 +246,15 @@ def test_equals_peft(name: str, tmp_path: Path) -> None:
     assert flag == expected.config.tie_word_embeddings
 
 
-def logits(model: Any) -> torch.Tensor:
-    ids = torch.arange(1, 40).view(3, 13)
-    with torch.no_grad():
-        return model.eval()(input_ids=ids).logits
-
-
 APART = {
     "lora-head": {"target_modules": ["q_proj", "lm_head"]},
     "lora-embedding": {"target_modules": ["q_proj", "embed_tokens"]},
     "lora-both": {"target_modules": ["embed_tokens", "lm_head"]},
+    "lora-embedding-ensured": {
+        "target_modules": ["q_proj", "embed_tokens"],
+        "ensure_weight_tying": True,
+    },
+    "lora-head-ensured": {"target_modules": ["q_proj", "lm_head"], "ensure_weight_tying": True},
     "tokens-apart": {
         "target_modules": ["q_proj"],
         "trainable_token_indices": {"embed_tokens": [1, 2], "lm_head": [4]},
@@ -298,28 +276,6 @@ def test_one_of_a_tied_pair_is_untied_and_computes_what_was_trained(
 
     merged = load(tmp_path / "out")
     assert merged.config.tie_word_embeddings is False
-    torch.testing.assert_close(logits(merged), logits(live), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("extra", [{}, {"trainable_token_indices": [97, 98, 5]}])
-def test_a_grown_vocabulary(tied: bool, extra: dict[str, Any], tmp_path: Path) -> None:
-    """PEFT saves the embeddings when the vocabulary grew; the merged model has the new rows."""
-    base = make_base(tmp_path / "base", llama(tie_word_embeddings=tied), torch.float32)
-    model = load(base)
-    model.resize_token_embeddings(100)
-    with torch.no_grad():
-        model.get_input_embeddings().weight[97:].normal_()
-    config = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", **extra)
-    live = train(model, config)
-    live.save_pretrained(tmp_path / "adapter")
-
-    merge_adapter(base, tmp_path / "adapter", tmp_path / "out", sample=False)
-
-    merged = load(tmp_path / "out")
-    assert merged.config.vocab_size == 100
-    assert merged.config.tie_word_embeddings is tied
-    assert merged.get_input_embeddings().weight.shape[0] == 100
     torch.testing.assert_close(logits(merged), logits(live), rtol=1e-4, atol=1e-4)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 from tuneserve.checkpoint.headers import Shard, TensorInfo, read_header
 from tuneserve.checkpoint.jsonfile import read_json
 from tuneserve.errors import AdapterError
+from tuneserve.merge.fields import wrong_fields
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 CONFIG_NAME = "adapter_config.json"
@@ -30,6 +31,10 @@ _PREFIX = "base_model.model."
 # Wrappers that PEFT may leave in the names of whole parameters.
 _WRAPPERS = ("base_layer", "original_module", "token_adapter", "modules_to_save")
 
+# The one around what a module that is trained whole was before; saved too where PEFT saves whole
+# embeddings, as it does when the vocabulary grew.
+_UNTRAINED = "original_module"
+
 _IN_MEMORY_HINT = (
     "merge with --in-memory, which lets PEFT do it and needs memory for the whole model"
 )
@@ -39,7 +44,8 @@ _IN_MEMORY_HINT = (
 # (path_initial_model_for_weight_conversion).
 _MUTATING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
-# Fields of LoraConfig (peft 0.21) that do not change how a saved adapter is merged.
+# Fields of LoraConfig (peft 0.21, and the first releases) that do not change how a saved adapter is
+# merged, and those that ms-swift adds.
 _HARMLESS_FIELDS = frozenset(
     """
     peft_type task_type auto_mapping base_model_name_or_path revision inference_mode peft_version
@@ -47,6 +53,7 @@ _HARMLESS_FIELDS = frozenset(
     modules_to_save init_lora_weights layers_to_transform layers_pattern rank_pattern alpha_pattern
     trainable_token_indices loftq_config eva_config corda_config lora_ga_config use_dora
     velora_config qalora_group_size lora_bias ensure_weight_tying runtime_config megatron_core
+    merge_weights lora_dtype lorap_lr_ratio lorap_emb_lr
     """.split()  # noqa: SIM905
 )
 
@@ -97,6 +104,7 @@ class Adapter:
         saved: Whole parameters by name in the running model; several tensors of one name are the
             same parameter under PEFT's wrappers and must hold the same bytes.
         tokens: Retrained rows of embeddings by module path, with the row numbers.
+        untrained: What some of `saved` were before training: the only tensors without a use.
     """
 
     folder: Path
@@ -105,6 +113,7 @@ class Adapter:
     loras: Mapping[str, Lora] = field(repr=False)
     saved: Mapping[str, tuple[TensorInfo, ...]] = field(repr=False)
     tokens: Mapping[str, tuple[TensorInfo, tuple[int, ...]]] = field(repr=False)
+    untrained: tuple[TensorInfo, ...] = field(default=(), repr=False)
 
     def saves_module(self, module: str) -> bool:
         """Whether `module` was trained whole (PEFT matches `modules_to_save` by the end of the
@@ -132,16 +141,18 @@ def open_adapter(folder: Path) -> Adapter:
     """Read an adapter's config and header, and give every tensor its place.
 
     Raises:
-        AdapterError: It is no LoRA adapter that can be merged tile by tile; all reasons are listed.
+        AdapterError: It is no LoRA adapter that can be merged tile by tile, or its config is wrong;
+            all reasons are listed.
         ModelError: Its weights file is broken.
     """
     config = read_config(folder)
     path = folder / WEIGHTS_NAME
     if not path.is_file():
+        others = [p.name for p in sorted(folder.glob("*")) if p.suffix in (".bin", ".safetensors")]
         raise AdapterError(
-            f"{folder}: has no {WEIGHTS_NAME}",
-            expected="an adapter saved by PEFT as safetensors",
-            hint="load it with PEFT and call save_pretrained, which writes safetensors",
+            f"{folder}: has no {WEIGHTS_NAME}{', only ' if others else ''}{', '.join(others[:5])}",
+            expected="an adapter saved by PEFT as one safetensors file",
+            hint="load it with what saved it and call PEFT's save_pretrained",
         )
     refused = refusals(config)
     if refused:
@@ -150,6 +161,14 @@ def open_adapter(folder: Path) -> Adapter:
             expected="LoRA, rsLoRA or DoRA",
             hint=_IN_MEMORY_HINT,
             details={"refused": refused},
+        )
+    wrong = wrong_fields(config)
+    if wrong:
+        raise AdapterError(
+            f"{folder / CONFIG_NAME}: {'; '.join(wrong)}",
+            expected="fields as PEFT's LoraConfig has them",
+            hint="correct the file, or save the adapter again with PEFT",
+            details={"fields": wrong},
         )
     shard = read_header(path)
     if not shard.tensors:
@@ -165,8 +184,15 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The adapter's config.
 
     Raises:
-        AdapterError: It is missing or not a JSON object.
+        AdapterError: It is missing or not a JSON object, or only folders below have one.
     """
+    below = sorted(p.parent.name for p in folder.glob(f"*/{CONFIG_NAME}"))
+    if below and not (folder / CONFIG_NAME).exists():
+        raise AdapterError(
+            f"{folder}: has no {CONFIG_NAME}; adapters lie in {', '.join(below[:5])} below it",
+            expected="the folder of one adapter",
+            hint=f"name one: {folder / below[0]}",
+        )
     return read_json(folder / CONFIG_NAME, kind=AdapterError, writer="PEFT")
 
 
@@ -225,6 +251,7 @@ _TOKENS_SUFFIX = ".token_adapter.trainable_tokens_delta"
 def _sort_tensors(folder: Path, config: Mapping[str, Any], shard: Shard) -> Adapter:
     parts: dict[str, dict[str, TensorInfo]] = {}
     saved: dict[str, list[TensorInfo]] = {}
+    before: dict[str, list[TensorInfo]] = {}
     tokens: dict[str, TensorInfo] = {}
     problems: list[str] = []
     for info in shard.tensors:
@@ -246,13 +273,18 @@ def _sort_tensors(folder: Path, config: Mapping[str, Any], shard: Shard) -> Adap
             problems.append(f"{info.name}: is not a part of a LoRA layer that is known")
         else:
             plain = ".".join(p for p in name.split(".") if p not in _WRAPPERS)
-            saved.setdefault(plain, []).append(info)
+            kept = before if _UNTRAINED in name.split(".") else saved
+            kept.setdefault(plain, []).append(info)
+    untrained = [info for name, infos in before.items() if name in saved for info in infos]
+    saved |= {name: infos for name, infos in before.items() if name not in saved}
     loras = {m: lora for m, p in parts.items() if (lora := _lora(config, m, p, problems))}
     token_rows = {
         m: (info, rows)
         for m, info in tokens.items()
         if (rows := _token_rows(config, m, info, problems)) is not None
     }
+    if config.get("trainable_token_indices") and not tokens:
+        problems.append("trainable_token_indices is set, and no rows of tokens were saved")
     if problems:
         raise AdapterError(
             f"{shard.file}: {len(problems)} tensors cannot be placed: {'; '.join(problems[:10])}",
@@ -260,9 +292,8 @@ def _sort_tensors(folder: Path, config: Mapping[str, Any], shard: Shard) -> Adap
             hint=_IN_MEMORY_HINT,
             details={"problems": problems[:100]},
         )
-    return Adapter(
-        folder, config, shard, loras, {k: tuple(v) for k, v in saved.items()}, token_rows
-    )
+    whole = {name: tuple(infos) for name, infos in saved.items()}
+    return Adapter(folder, config, shard, loras, whole, token_rows, tuple(untrained))
 
 
 def _lora(

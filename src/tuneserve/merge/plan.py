@@ -15,7 +15,8 @@ from typing import Any
 from tuneserve.checkpoint.headers import DTYPE_BITS, Checkpoint, Shard, TensorInfo
 from tuneserve.errors import AdapterError
 from tuneserve.merge.adapter import FLOAT_DTYPES, Adapter, Lora
-from tuneserve.merge.names import locator, untouched_targets
+from tuneserve.merge.complete import is_loaded, missing_parts
+from tuneserve.merge.names import locator
 from tuneserve.merge.ties import Ties, find_ties
 
 # Architectures of transformers whose linear layers are Conv1D: the weight is stored as (in, out).
@@ -173,7 +174,7 @@ class _Planner:
         self.base, self.config, self.adapter = base, config, adapter
         self.problems: list[str] = []
         self.locate = locator(base, adapter)
-        self.ties: Ties = find_ties(base, config, adapter, self.locate, self.problems)
+        self.ties: Ties = find_ties(base, config, adapter, self.locate)
         self.ops = {name: Op(info) for name, info in base.tensors.items()}
         self.dtypes = {name: info.dtype for name, info in base.tensors.items()}
         self.shapes = {name: info.shape for name, info in base.tensors.items()}
@@ -214,10 +215,10 @@ class _Planner:
             self._check_float(name)
             self.ops[name] = replace(self.ops[name], source=info, from_adapter=True)
             self.shapes[name] = info.shape
-            if name == self.ties.embedding and self.ties.new_head and self.ties.head_follows_saved:
-                head = self.ties.new_head
-                self.ops[head] = replace(self.ops[head], source=info, from_adapter=True)
-                self.shapes[head] = info.shape
+            other = self.ties.follower
+            if other and name in (self.ties.embedding, self.ties.new_head):
+                self.ops[other] = replace(self.ops[other], source=info, from_adapter=True)
+                self.shapes[other] = info.shape
 
     def place_loras(self) -> None:
         """Low-rank updates, and the biases of lora_B."""
@@ -330,21 +331,15 @@ class _Planner:
             )
 
     def check_complete(self) -> None:
-        """No target of the adapter may be without its update (an adapter of a smaller base)."""
-        placed = {self.find(f"{m}.weight") for m in self.adapter.loras}
-        own = (self.ties.embedding, self.ties.head, self.ties.new_head)
-        matrices = [n for n, s in self.shapes.items() if n.endswith(".weight") and len(s) == 2]
-        missing = untouched_targets(
-            [n for n in matrices if n not in placed and n not in own],
-            self.adapter.config,
-            self.config,
-            self.ties.embedding,
-        )
-        if missing:
-            self.problems.append(
-                f"the adapter targets {len(missing)} modules of the base for which it has nothing: "
-                f"{', '.join(missing[:5])}"
-            )
+        """Nothing of what was trained may be missing (an adapter of a smaller base)."""
+        updated = {name for m in self.adapter.loras if (name := self.find(f"{m}.weight"))}
+        saved = {name for name, op in self.ops.items() if op.from_adapter}
+        pair = {self.ties.embedding, self.ties.head}
+        if self.ties.tied and pair & saved:
+            saved |= pair
+        loaded = filter(is_loaded(self.config, self.ties.embedding), self.shapes)
+        shapes = {name: self.shapes[name] for name in loaded}
+        self.problems += missing_parts(self.adapter, shapes, updated, saved, pair)
 
     def check_grown(self) -> None:
         """A vocabulary that grew must have its new rows in the embedding and in the head."""
@@ -364,10 +359,11 @@ class _Planner:
         used: Counter[str] = Counter()
         for name, op in self.ops.items():
             infos = op.adapter_tensors()
-            if name == self.ties.new_head and self.ties.head_follows_saved:
-                infos = infos[1:]  # its source is the embedding's
+            if name == self.ties.follower:
+                infos = infos[1:]  # its source is the other's
             used.update(info.name for info in infos)
         used.update({other.name for _, other in self.aliases})
+        used.update(info.name for info in self.adapter.untrained)
         assert used == Counter(t.name for t in self.adapter.shard.tensors), "a tensor not used once"
         if self.ties.tied and self.ties.head in self.ops:  # the stored copy stays one
             self.ops[self.ties.head] = self._copy_of_embedding()

@@ -2,8 +2,9 @@
 
 A tied model stores one tensor for both. PEFT unties them when only one was trained, or both apart;
 then the merged checkpoint needs a head of its own and `tie_word_embeddings: false`. A LoRA update
-on one of a tied pair changes, in PEFT's merge, the other as well (peft issue 2018); here the pair
-is untied instead, so that the merged model computes what the trained one did.
+on one of a tied pair changes, in PEFT's merge, the other as well (peft issue 2018), and one on both
+is added twice (`ensure_weight_tying`); here the pair is untied instead, so that the merged model
+computes what the trained one did.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class Ties:
         head: Name of the output head's weight, stored or not; empty where none was recognized.
         new_head: Name of a head that the base does not store and the merged checkpoint must; else
             empty.
-        head_follows_saved: The new head starts from the saved embedding (it grew), not from the
-            base's.
+        follower: Name of the one of an untied pair that starts from what was saved of the other,
+            because both grew, not from the base's; empty where each starts on its own.
         tied: The pair is one tensor, before the merge and after; a head stored as well is a copy.
         skipped: Parameters that are the same tensor as another one.
         aliases: Adapter tensors that must hold the same bytes.
@@ -39,7 +40,7 @@ class Ties:
     embedding: str = ""
     head: str = ""
     new_head: str = ""
-    head_follows_saved: bool = False
+    follower: str = ""
     tied: bool = False
     skipped: frozenset[str] = frozenset()
     aliases: tuple[tuple[TensorInfo, TensorInfo], ...] = ()
@@ -50,9 +51,8 @@ def find_ties(
     config: Mapping[str, Any],
     adapter: Adapter,
     locate: Callable[[str], str],
-    problems: list[str],
 ) -> Ties:
-    """Recognize the pair and decide whether it stays tied; misfits are added to `problems`."""
+    """Recognize the pair and decide whether it stays tied."""
     # Heads that predict further tokens (mtp) may keep copies of both; the model does not load them.
     names = [n for n in base.tensors if n.endswith(".weight") and not n.startswith("mtp")]
     embeddings = [n for n in names if _module(n) in _EMBEDDINGS]
@@ -69,14 +69,17 @@ def find_ties(
     lora_on_pair = head_module in adapter.loras or any(
         locate(f"{m}.weight") == embedding for m in adapter.loras
     )
-    if ensured and lora_on_pair:
-        problems.append("ensure_weight_tying with LoRA on the embedding is not handled")
     trained_whole = [m for m in (embedding_module, head_module) if m and adapter.saves_module(m)]
     tokens = {locate(f"{m}.weight"): t for m, t in adapter.tokens.items()}
     rows_apart = head in tokens and tokens[head][1] != tokens.get(embedding, (None, ()))[1]
     if lora_on_pair or rows_apart or (trained_whole and not ensured):
-        grown = bool(embedding_saved) and embedding_module not in trained_whole
-        return Ties(embedding, head, head, grown and not head_saved)
+        follower = ""
+        if embedding_saved and embedding_module not in trained_whole and not head_saved:
+            follower = head
+        elif head_saved and head_module not in trained_whole and not embedding_saved:
+            grown = adapter.saved[head][0].shape != base.tensors[embedding].shape
+            follower = embedding if grown else ""
+        return Ties(embedding, head, head, follower)
     aliases: list[tuple[TensorInfo, TensorInfo]] = []
     if embedding_saved and head_saved:
         aliases += [(adapter.saved[embedding_saved][0], info) for info in adapter.saved[head]]
