@@ -102,7 +102,7 @@ def collect(
         files.update({p.name: p.read_bytes() for p in sorted(base.glob(pattern)) if p.is_file()})
     files["config.json"] = _config(base, config, config_changes)
     wanted = tokenizer_from or adapter
-    own = _files(wanted)
+    own = tokenizer_files(wanted)
     if tokenizer_from and not own:
         raise ModelError(
             f"{tokenizer_from}: holds no tokenizer",
@@ -137,7 +137,7 @@ def check_vocabulary(
     highest = companions.highest_id
     if rows is None or highest is None or highest < rows:
         return ()
-    of_base = read_vocabulary(_files(base)).highest
+    of_base = read_vocabulary(tokenizer_files(base)).highest
     if of_base is not None and highest <= of_base:
         return (
             f"the tokenizer knows ids up to {highest}, the embedding has {rows} rows, as in the "
@@ -176,7 +176,7 @@ def _whole_tokenizer(
     """
     if _has_vocabulary(own):
         return folder, own
-    taken = _files(base)
+    taken = tokenizer_files(base)
     if not _has_vocabulary(taken):
         if not (own or taken):
             notes.append("no tokenizer was found: the merged folder has none")
@@ -205,7 +205,7 @@ def _refuse_lost_tokens(which: str, own: Mapping[str, bytes], taken: Mapping[str
     )
 
 
-def _files(folder: Path) -> dict[str, bytes]:
+def tokenizer_files(folder: Path) -> dict[str, bytes]:
     """A folder's tokenizer and template files by relative name."""
     names = (*_VOCABULARIES, *_BESIDE_VOCABULARIES, *_TEMPLATE_FILES, f"{_TEMPLATE_FOLDER}/*.jinja")
     paths = [path for name in names for path in sorted(folder.glob(name)) if path.is_file()]

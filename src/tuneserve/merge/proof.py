@@ -12,9 +12,19 @@ from typing import Any
 from tuneserve.artifacts import file_sha256
 from tuneserve.checkpoint.headers import Checkpoint
 from tuneserve.errors import ModelError
+from tuneserve.merge.companions import tokenizer_files
 from tuneserve.merge.journal import PROOF_NAME
 
 FORMAT = 1
+
+# What loaders look for beside the tokenizer's files: one that was added would change the model.
+_READ_BY_LOADERS = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "pytorch_model*.bin*",
+    "adapter_config.json",
+    "generation_config.json",
+)
 
 
 def summarize_survival(tensors: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -79,8 +89,9 @@ def verify(folder: Path) -> dict[str, Any]:
         else:
             checked_bytes += entry["bytes"]
     known = {*proof["outputs"], PROOF_NAME, "manifest.json"}
-    weights = [p.name for p in sorted(folder.glob("*.safetensors")) if p.name not in known]
-    problems += [f"{name} is not part of the merge" for name in weights]
+    found = {p.name for pattern in _READ_BY_LOADERS for p in folder.glob(pattern)}
+    added = sorted({*found, *tokenizer_files(folder)} - known)
+    problems += [f"{name} is not part of the merge" for name in added]
     if not problems:
         Checkpoint.open(folder)
     if problems:
