@@ -27,7 +27,12 @@ from tuneserve.errors import AdapterError, OutOfMemory, OutputExists
 from tuneserve.merge import companions as small
 from tuneserve.merge.adapter import read_config
 from tuneserve.merge.journal import PROOF_NAME
-from tuneserve.merge.prepare import BaseWeights, check_fingerprint, refuse_quantized
+from tuneserve.merge.prepare import (
+    BaseWeights,
+    check_fingerprint,
+    refuse_no_folder,
+    refuse_quantized,
+)
 from tuneserve.merge.proof import FORMAT, versions
 from tuneserve.merge.run import MergeResult, peak_rss_bytes
 from tuneserve.merge.space import SPARE_BYTES, check_room, full_disk_said
@@ -109,7 +114,8 @@ def merge_in_memory(
 
 
 def _refuse_used(out: Path) -> None:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    refuse_no_folder(out)
+    if out.exists() and any(out.iterdir()):
         raise OutputExists(
             f"{out}: is not empty",
             expected="a folder that is new or empty",

@@ -13,9 +13,10 @@ from typing import Any, Literal
 from tuneserve.checkpoint.fingerprint import compare, fingerprint
 from tuneserve.checkpoint.headers import Checkpoint, TensorInfo
 from tuneserve.checkpoint.jsonfile import read_json
-from tuneserve.errors import AdapterError, ModelError, OutputExists
+from tuneserve.errors import AdapterError, InputError, ModelError, OutputExists
 from tuneserve.merge import companions as small
 from tuneserve.merge.adapter import Adapter, open_adapter
+from tuneserve.merge.journal import PROOF_NAME
 from tuneserve.merge.plan import MergePlan, plan_merge
 from tuneserve.merge.proof import FORMAT, versions
 from tuneserve.merge.tiling import Budget, budget
@@ -50,8 +51,7 @@ def prepare(
     tokenizer_from: Path | None,
 ) -> Job:
     """Everything that can be refused is refused here, before a byte is written."""
-    if out.exists() and not out.is_dir():
-        raise OutputExists(f"{out}: is a file", expected="a folder, or a new name")
+    refuse_no_folder(out)
     checkpoint = Checkpoint.open(base)
     config = read_json(base / "config.json")
     refuse_quantized(base, config)
@@ -65,6 +65,8 @@ def prepare(
     found = small.collect(base, config, plan.config, adapter, tokenizer_from)
     notes += small.check_vocabulary(found, plan.vocabulary, base, adapter)
     weights_sha256, adapter_digest = opened.digests()
+    if changes_nothing(opened):
+        notes.append("every update of the adapter is zero: the merged weights are the base's")
     return Job(
         checkpoint,
         opened,
@@ -79,6 +81,46 @@ def prepare(
         _key(checkpoint, adapter_digest, found, base_weights, nf4),
         (*notes, *found.notes),
     )
+
+
+def refuse_no_folder(out: Path) -> None:
+    """What lies at `out`, if anything does, and above it must be folders; the lowest takes files.
+
+    Raises:
+        OutputExists: Something else is there.
+        InputError: The folder cannot be written to.
+    """
+    for path in (out, *out.parents):
+        if path.is_dir():
+            if os.access(path, os.W_OK | os.X_OK) or (out / PROOF_NAME).exists():
+                return
+            raise InputError(
+                f"{path}: cannot be written to",
+                expected="a folder that this user may write to, on a disk that takes files",
+                hint="choose another folder for --out, or change its owner or its mount",
+            )
+        if os.path.lexists(path):
+            what = "a link to nothing" if path.is_symlink() and not path.exists() else "a file"
+            raise OutputExists(f"{path}: is {what}", expected="a folder, or a new name")
+
+
+def changes_nothing(adapter: Adapter) -> bool:
+    """Whether one factor of every update is zero, as before the first step of a training."""
+    if adapter.saved or adapter.tokens:
+        return False
+    return all(
+        not (lora.magnitude or lora.bias) and (_is_zero(lora.b) or _is_zero(lora.a))
+        for lora in adapter.loras.values()
+    )
+
+
+def _is_zero(info: TensorInfo) -> bool:
+    step = 2**20
+    with info.file.open("rb", buffering=0) as stream:
+        return not any(
+            os.pread(stream.fileno(), min(step, info.end - at), at).strip(b"\0")
+            for at in range(info.begin, info.end, step)
+        )
 
 
 def refuse_quantized(base: Path, config: Mapping[str, Any]) -> None:
