@@ -185,14 +185,15 @@ def watch_progress(call: StageCall, log_line: Callable[[str], None]) -> Callable
     context = contextvars.copy_context()
     bar: list[UUID] = []
 
-    def show(percent: float) -> None:
+    def show(percent: float, line: str) -> None:
+        about = f"{call.stage} of {call.run.name}: {line}"
         if bar:
-            update_progress_artifact(artifact_id=bar[0], progress=percent)
+            update_progress_artifact(artifact_id=bar[0], progress=percent, description=about)
         else:
             made = create_progress_artifact(
                 progress=percent,
                 key=page_key(call.run.name, call.stage, "progress"),
-                description=f"{call.stage} of {call.run.name}",
+                description=about,
             )
             bar.append(made if isinstance(made, UUID) else UUID(str(made)))
 
@@ -201,7 +202,7 @@ def watch_progress(call: StageCall, log_line: Callable[[str], None]) -> Callable
         match = _PROGRESS_LINE.match(line)
         if match and int(match[2]):
             with quietly("progress"):
-                context.run(show, round(100 * int(match[1]) / int(match[2]), 1))
+                context.run(show, round(100 * int(match[1]) / int(match[2]), 1), line)
 
     return watched
 

@@ -18,6 +18,9 @@ def one_thread() -> Iterator[None]:
     """A forked child cannot use its parent's thread pool, and two cores are shared by all tests."""
     import torch
 
+    from tuneserve.lm.load import quiet_libraries
+
+    quiet_libraries()  # as every child does it, before peft is imported
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -20,7 +20,13 @@ from tuneserve.lm.fused_head import add_fused_head
 from tuneserve.lm.load import load_base, quantized_modules
 from tuneserve.lm.loss import pad_rows, row_losses
 from tuneserve.lm.rows import Rows, read_rows
-from tuneserve.train.adapter import add_adapter, load_adapter, prove_trained, save_adapter
+from tuneserve.train.adapter import (
+    add_adapter,
+    check_gradients,
+    load_adapter,
+    prove_trained,
+    save_adapter,
+)
 from tuneserve.train.recipe import make_recipe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -197,6 +203,31 @@ def test_an_adapter_that_was_not_trained_is_no_success(
     save_file(spoil(load_file(path)), path)
     with pytest.raises(error, match=says):
         prove_trained(model, path)
+
+
+def test_gradients_reach_every_target(
+    pico_model: Path, held_out: Rows, caplog: pytest.LogCaptureFixture
+) -> None:
+    """B01: a target that is named and that nothing goes through is no target."""
+    model = wrapped(pico_model)
+    with pytest.raises(AdapterError, match="any of the 28 trained tensors"):
+        check_gradients(model)
+    batch = {k: v for k, v in pad_rows(held_out, [0, 1], 8).items() if k != "attention_mask"}
+    model(**batch).loss.backward()
+    check_gradients(model, ["q_proj", "self_attn.o_proj", "down_proj"])
+    assert not caplog.text
+
+    ends = {n: p for n, p in model.named_parameters() if "v_proj.lora_B" in n}
+    assert len(ends) == 2  # one a block
+    next(iter(ends.values())).grad = None
+    check_gradients(model, ["q_proj", "v_proj"])
+    assert "1 of 14 targets get no gradient, first base_model.model.model.layers.0.s" in caplog.text
+    for parameter in ends.values():
+        parameter.grad = torch.zeros_like(parameter)
+    check_gradients(model)  # all-linear: whatever there is
+    with pytest.raises(AdapterError, match="any layer called v_proj\n") as caught:
+        check_gradients(model, ["q_proj", "v_proj"])
+    assert "out of train.lora.target_modules" in caught.value.hint
 
 
 def test_a_missing_adapter_file_is_no_success(tmp_path: Path, pico_model: Path) -> None:

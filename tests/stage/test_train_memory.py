@@ -96,7 +96,13 @@ def test_the_bottom_says_what_was_tried(
         "micro-batch 1 x 4 accumulated, with gradient checkpointing",
     ]
     assert "max_length" in caught.value.hint
+    assert caught.value.details["first_oom"]["what"].startswith("the process had ")
     assert list(context.out.iterdir()) == []
+    hints = {"micro_batch": 1, "advice": ["train.lora.r: 8 saves 116.2 MiB (a smaller adapter)"]}
+    context = make_context(tmp_path, pico_model, {"dataset": dataset}, TRAIN, hints)
+    with pytest.raises(OutOfMemory, match="the first time, the process had ") as caught:
+        run(context)
+    assert "\n    1. train.lora.r: 8 saves 116.2 MiB (a smaller adapter)\n" in caught.value.hint
 
 
 def test_killed_in_the_smoke_step_begins_one_rung_lower(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -320,6 +321,44 @@ def test_another_launchers_variables_are_not_waited_for(
     context = make_context(tmp_path, pico_model, {"dataset": dataset}, train, {"micro_batch": 2})
     metrics = run(context)
     assert (metrics["steps"], metrics["gpus"], metrics["gradient_accumulation"]) == (2, 1, 2)
+
+
+def test_trackers_hear_of_every_step_and_their_outage_ends_nothing(
+    tmp_path: Path,
+    pico_model: Path,
+    dataset: Artifact,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """`report_to` passes through; one tracker goes down after the first step."""
+    from transformers import TrainerCallback
+    from transformers.integrations import integration_utils
+
+    heard: dict[str, list[tuple[int, float]]] = {"Up": [], "Down": []}
+
+    class Up(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any, **rest: Any) -> None:
+            if "loss" in logs:
+                heard[type(self).__name__].append((state.global_step, logs["loss"]))
+
+    class Down(Up):
+        def on_log(self, *args: Any, **rest: Any) -> None:
+            super().on_log(*args, **rest)
+            raise ConnectionError("no route to the tracker")
+
+    for name, kind in {"tensorboard": Up, "mlflow": Down}.items():
+        kind.__module__ = integration_utils.__name__
+        monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, name, kind)
+    train = {**TRAIN, "max_steps": 3, "report_to": ["tensorboard", "mlflow"]}
+    context = make_context(tmp_path, pico_model, {"dataset": dataset}, train)
+    with caplog.at_level(logging.INFO):
+        assert run(context)["steps"] == 3
+    line = r"train: 1/3 steps, \d+ s left, loss \d\.\d{4}, [\d,]+ tokens/s, [\d.]+ [MG]iB\n"
+    assert re.search(line, caplog.text)
+    lines = (context.out / "loss.jsonl").read_text().splitlines()
+    points = [(p["step"], p["loss"]) for p in map(json.loads, lines) if "loss" in p]
+    assert heard == {"Up": points, "Down": points[:1]}
+    assert caplog.text.count("Down failed (no route to the tracker)") == 1
 
 
 def test_no_held_out_rows_is_no_held_out_loss(tmp_path: Path, pico_model: Path) -> None:

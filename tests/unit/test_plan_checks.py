@@ -11,6 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from tuneserve.config import RunFile
+from tuneserve.errors import RunFileError
 from tuneserve.plan.arch import Arch, Linear, arch_from_config
 from tuneserve.plan.checks import QUANTIZABLE, exportable, problems, target_linears, warnings
 from tuneserve.plan.rows import DataShape, data_shape, data_shape_from_metrics
@@ -76,7 +77,8 @@ def test_every_target_name_must_match() -> None:
     assert "query matches no linear layer" in problem
     assert "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj" in problem
     assert found(run(train=lora("q_proj", "self_attn.v_proj"))) == []
-    assert "is empty" in found(run(train=lora()))[0]
+    with pytest.raises(RunFileError, match="train.lora.target_modules: is empty"):
+        run(train=lora())
 
 
 @pytest.mark.parametrize("name", ["lm_head", "embed_tokens"])
@@ -211,6 +213,18 @@ def test_tool_calls_need_a_parser() -> None:
 def test_attention_kernel_that_is_not_there() -> None:
     [problem] = found(run(train={"attention": "flash_attention_2"}), gpu=False)
     assert "needs a GPU" in problem
+
+
+def test_a_tracker_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = {"mlflow", "tensorboardX"}
+    monkeypatch.setattr(
+        "tuneserve.plan.checks.importlib.util.find_spec", lambda name: name in there or None
+    )
+    train = {"report_to": ["tensorboard", "mlflow", "wandb"]}
+    [problem] = found(run(train=train))
+    assert problem.startswith("train.report_to: wandb is not installed")
+    assert "pip install wandb" in problem
+    assert found(run(train=train, engines={"train": {"python": "/opt/python"}})) == []
 
 
 def test_all_problems_at_once() -> None:

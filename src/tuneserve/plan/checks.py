@@ -64,6 +64,7 @@ def problems(
         *_quantize_problems(run, arch, data),
         *_serve_problems(run, data),
         *_kernel_problems(run, gpu=gpu),
+        *_tracker_problems(run),
         *_several_problems(run, arch, data, gpu=gpu, gpus=gpus),
         *_zero_problems(run, arch, half=gpu and not bf16),
     ]
@@ -128,8 +129,6 @@ def _adapter_problems(run: RunFile, arch: Arch) -> list[str]:
             found.append(
                 f"train.lora.target_modules: {name} matches no linear layer; there are {available}"
             )
-    if not wanted and lora.target_modules != "all-linear":
-        found.append(f"train.lora.target_modules is empty; there are {available}")
     known = (*arch.linear_names(), *HEADS, *EMBEDDINGS)
     for name in lora.modules_to_save:
         leaf = name.rsplit(".", 1)[-1]
@@ -246,6 +245,17 @@ def _kernel_problems(run: RunFile, *, gpu: bool) -> list[str]:
     if run.engines.train.python is None and importlib.util.find_spec("flash_attn") is None:
         return ["train.attention: flash_attention_2 is not installed; use sdpa, or install it"]
     return []
+
+
+def _tracker_problems(run: RunFile) -> list[str]:
+    elsewhere = run.engines.train.python
+    other = {"tensorboard": "tensorboardX"}  # which does as well
+    return [
+        f"train.report_to: {name} is not installed; leave it out, or install it beside tuneserve "
+        f"(pip install {name})"
+        for name in run.train.report_to
+        if not (_installed(name, elsewhere) or _installed(other.get(name, name), elsewhere))
+    ]
 
 
 def _several_problems(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from tuneserve.errors import AdapterError, RunFileError, TrainingDiverged
 
 log = logging.getLogger(__name__)
 
+_EXPERT = re.compile(r"\bexperts\.\d+\.")
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 
@@ -156,7 +157,48 @@ def may_be_unused(model: Any) -> bool:
     DDP would wait for their gradients; looking for them costs a walk over the graph in each step.
     """
     trained = (name for name, parameter in model.named_parameters() if parameter.requires_grad)
-    return any(re.search(r"\bexperts\.\d+\.", name) for name in trained)
+    return any(_EXPERT.search(name) for name in trained)
+
+
+def check_gradients(model: Any, named: Sequence[str] = ()) -> None:
+    """After a backward pass: do gradients reach what is to be trained?
+
+    Targets that they do not reach are said; experts need no row in every step. At first lora_B is
+    zero, so only its own gradient tells anything.
+
+    Args:
+        model: The wrapped model.
+        named: Targets that the run file lists; under ``all-linear`` none is meant by itself.
+
+    Raises:
+        AdapterError: None is reached at all, or none of those with one of the names.
+    """
+    trained = [(name, p.grad) for name, p in model.named_parameters() if p.requires_grad]
+    reached = {name for name, grad in trained if grad is not None and bool(grad.count_nonzero())}
+    if not reached:
+        raise AdapterError(
+            f"no gradient reaches any of the {len(trained)} trained tensors",
+            expected="a gradient in the adapter after one backward pass",
+            hint="check train.lora.target_modules and that rows are supervised",
+        )
+    targets = {n.partition(".lora_B.")[0]: n in reached for n, _ in trained if ".lora_B." in n}
+    hits = {name: [targets[t] for t in targets if _matches(name, [t])] for name in named}
+    idle = [name for name, found in hits.items() if found and not any(found)]
+    if idle:
+        raise AdapterError(
+            f"no gradient reaches any layer called {', '.join(idle)}",
+            expected="a gradient in every target after one backward pass",
+            hint="take these names out of train.lora.target_modules: what the model computes from "
+            "these rows does not go through them",
+        )
+    missed = [t for t, hit in targets.items() if not hit and not _EXPERT.search(t)]
+    if missed:
+        log.warning(
+            "%d of %d targets get no gradient, first %s: they will stay as they are",
+            len(missed),
+            len(targets),
+            missed[0],
+        )
 
 
 def trainable_parameters(model: Any) -> int:

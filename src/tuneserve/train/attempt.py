@@ -101,7 +101,15 @@ class Attempt:
                 "trying the longest rows once, to see that they fit (as long as a step may take; "
                 "the first is slower)"
             )
-            smoke_step(trainer, self.rows, self.recipe, self.checkpointing, self.timeline.phase)
+            named = train.lora.target_modules
+            smoke_step(
+                trainer,
+                self.rows,
+                self.recipe,
+                self.checkpointing,
+                self.timeline.phase,
+                named=[] if isinstance(named, str) else named,
+            )
             check_room(self.limit_bytes)
             collective.wait_for_all()
             trainer.agree_on_scale()
@@ -316,13 +324,15 @@ def smoke_step(
     recipe: Recipe,
     checkpointing: bool | str,
     phase: Callable[[str], None] = lambda name: None,
+    *,
+    named: Sequence[str] = (),
 ) -> None:
     """Forward, backward and optimizer on the longest rows; weights and random state stay.
 
-    `phase` is told which of these begins.
+    `phase` is told which of these begins; `named` are the run file's `target_modules`.
 
     Raises:
-        AdapterError: No gradient reaches the adapter.
+        AdapterError: No gradient reaches the adapter, or a target that was named.
         torch.OutOfMemoryError: It did not fit.
     """
     model = trainer.model
@@ -341,7 +351,7 @@ def smoke_step(
             trainer.scaled(loss).backward()
             overflowed = trainer.lower_scale(loss)
         if bool(loss.isfinite()):
-            _check_gradients(model)
+            adapters.check_gradients(model, named)
         if place.type == "cuda" and not trainer.shares_optimizer:
             phase("smoke: optimizer")
             _idle_optimizer_step(trainer)
@@ -375,16 +385,6 @@ def _idle_optimizer_step(trainer: RowTrainer) -> None:
             parameter.grad.zero_()  # 0 times a gradient that is not finite would reach the weights
     optimizer.step()
     trainer.optimizer = None
-
-
-def _check_gradients(model: Any) -> None:
-    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    if not any(p.grad is not None and bool(p.grad.count_nonzero()) for _, p in trained):
-        raise AdapterError(
-            f"no gradient reaches any of the {len(trained)} trained tensors",
-            expected="a gradient in the adapter after one backward pass",
-            hint="check train.lora.target_modules and that rows are supervised",
-        )
 
 
 def _versions() -> dict[str, str]:

@@ -92,6 +92,13 @@ def of_ranks(timelines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {**peaks, "timeline": timelines[0]["timeline"], "ranks": list(timelines)}
 
 
+def held_bytes() -> int:
+    """What this process holds now: of the GPU, as torch's allocator reserves it, else of RAM."""
+    import torch
+
+    return torch.cuda.memory_reserved() if torch.cuda.is_available() else resident_bytes()
+
+
 def resident_bytes() -> int:
     """Resident memory of this process now (`/proc/self/statm`)."""
     with open("/proc/self/statm", encoding="ascii") as stream:

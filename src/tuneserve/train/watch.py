@@ -20,9 +20,10 @@ from transformers import TrainerCallback
 
 from tuneserve.errors import TrainingDiverged
 from tuneserve.lm.rows import Rows
-from tuneserve.progress import Progress
+from tuneserve.progress import Progress, human_bytes
 from tuneserve.train import collective
 from tuneserve.train.checkpoints import seal
+from tuneserve.train.memory import held_bytes
 from tuneserve.train.recipe import Recipe
 from tuneserve.train.watching import Skips, StallGuard, flat, hungry
 
@@ -115,7 +116,8 @@ class Watch(TrainerCallback):
         self._look(loss, seconds)
         tokens = int(np.sum(self.rows.lengths[self.rows_of(step)]))
         self.tokens += tokens
-        self.progress.advance(1, f"loss {loss:.4f}, {tokens / max(seconds, 1e-9):,.0f} tokens/s")
+        speed = f"{tokens / max(seconds, 1e-9):,.0f} tokens/s"
+        self.progress.advance(1, f"loss {loss:.4f}, {speed}, {human_bytes(held_bytes())}")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Measure the held-out loss when it is due; the end is measured elsewhere."""
