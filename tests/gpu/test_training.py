@@ -66,6 +66,34 @@ def test_best_checkpoint_utilization_and_point(tmp_path: Path, checkpointing: bo
     assert calibrate.constants_file().is_file()
 
 
+@pytest.mark.parametrize("optimizer", ["adamw_8bit", "paged_adamw_8bit", "adamw_torch"])
+def test_a_resumed_run_keeps_the_state_of_its_optimizer(tmp_path: Path, optimizer: str) -> None:
+    """B07: 6 steps straight are 3 and 3 resumed, also of an optimizer in unified memory. Without
+    its moments, step 4 would begin anew with the largest step there is."""
+    from safetensors.torch import load_file
+
+    from tuneserve.train.stage import run
+
+    found = []
+    train = {"optimizer": optimizer, "learning_rate": 1e-2}
+    context = context_of(tmp_path, train)
+    for _ in range(2):
+        run(context)
+        lines = (context.out / "loss.jsonl").read_text().splitlines()
+        losses = [point["loss"] for point in map(json.loads, lines) if "loss" in point]
+        found.append((losses, load_file(context.out / "adapter_model.safetensors")))
+        state = torch.load(context.work / "checkpoint-6" / "optimizer.pt", weights_only=False)
+        moments = [t for s in state["state"].values() for t in s.values() if torch.is_tensor(t)]
+        assert any(moment.numel() > 1 and moment.count_nonzero() for moment in moments)
+        shutil.rmtree(context.work / "checkpoint-6")  # a kill in step 6
+        shutil.rmtree(context.out)
+        context.out.mkdir()
+    (straight, adapter), (resumed, again) = found
+    assert len(straight) == 6 and resumed == pytest.approx(straight, rel=1e-3)
+    for name, tensor in adapter.items():
+        torch.testing.assert_close(again[name], tensor, rtol=1e-2, atol=1e-3)
+
+
 def test_memory_that_runs_out_is_explained_and_tried_smaller(tmp_path: Path) -> None:
     from tuneserve.train.stage import run
 
