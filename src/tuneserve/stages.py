@@ -125,7 +125,7 @@ STAGES: dict[str, StageSpec] = {
             inputs=("dataset", "adapter", "merged"),
             sections=("gates.eval_rows", "gates.structured_answers", "quantize.group_size"),
             packages=("torch", "transformers", "peft", "trl", "bitsandbytes"),
-            code_version=4,  # tool calls in XML, in Python and behind tags of their own
+            code_version=5,  # answers behind other conversations' questions
             uses_base=True,
         ),
         StageSpec(

@@ -86,6 +86,21 @@ class GatesSection(Section):
     must_beat_base: bool = Field(
         True, description="The served model's loss must be below the base model's."
     )
+    max_misplaced: float = Field(
+        0.4,
+        ge=0,
+        le=1,
+        description="Largest share of held-out conversations whose last answer the merged model "
+        "finds as likely behind another's question as behind its own; answers at the wrong "
+        "questions give 0.5, and 1 asks for nothing.",
+    )
+    max_heed_share: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="Largest share that tuning may take of how much likelier the base finds a "
+        "last answer behind its own question than behind another's, in nats; 1 asks for nothing.",
+    )
     max_merge_share: float = Field(
         0.1,
         ge=0,

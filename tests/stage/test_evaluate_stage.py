@@ -89,6 +89,42 @@ def test_losses_equal_those_of_full_logits(
     assert losses["per_row"]["source"] == [f"eval.jsonl:{i}" for i in range(1, 7)]
 
 
+def test_answers_are_tried_behind_other_questions(
+    evaluated: tuple[StageContext, dict[str, Any], dict[str, Any]],
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    context = evaluated[0]
+    tried = json.loads((context.out / "losses.json").read_text())["per_row"]["questions"]
+    table = pq.read_table(context.inputs["dataset"].path / "eval.parquet").to_pylist()[:6]
+    rows = {row["source"]: row for row in table}
+    longest = max(len(row["input_ids"]) for row in table)
+
+    def split(row: dict[str, Any]) -> tuple[list[int], list[int]]:
+        """What comes before the last answer, and that answer with its end token."""
+        end = max(at for at, label in enumerate(row["labels"]) if label != IGNORED) + 1
+        start = max(at for at, label in enumerate(row["labels"][:end]) if label == IGNORED) + 1
+        return row["input_ids"][:start], row["input_ids"][start:end]
+
+    def nats(model: Any, before: list[int], answer: list[int]) -> Any:
+        before = before[max(0, len(before) + len(answer) - longest) :]
+        with torch.no_grad():
+            scores = model(torch.tensor([before + answer])).logits[0].log_softmax(-1)
+        found = -sum(float(scores[len(before) + at - 1, t]) for at, t in enumerate(answer))
+        return pytest.approx(found, rel=1e-3, abs=1e-3)
+
+    assert context.base is not None
+    assert tried["source"] == list(rows)
+    for name, folder in (("base", context.base), ("merged", context.inputs["merged"].path)):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        found = zip(tried["source"], tried[name]["own"], tried[name]["other"], strict=True)
+        for source, own, other in found:
+            before, answer = split(rows[source])
+            assert own == nats(model, before, answer)
+            others = [split(row) for at, row in rows.items() if at != source]
+            assert any(other == nats(model, b, answer) for b, a in others if a != answer)
+
+
 def test_the_adapter_is_measured_on_the_base_it_was_trained_on(
     evaluated: tuple[StageContext, dict[str, Any], dict[str, Any]],
 ) -> None:

@@ -209,8 +209,8 @@ def test_honest_retrains_pass(house: House, honest: Tuned, seed: int) -> None:
     report = house.judge(tuned, export(house.load(tuned.merged)), canaries=CANARIES)
     assert not report.refused, [(g.name, g.found) for g in report.refused]
     assert [gate.name for gate in report.gates] == [
-        "better than base", "merge keeps the tuning", "merged close to adapter",
-        "served keeps the tuning",
+        "better than base", "answers follow questions", "questions count as before",
+        "merge keeps the tuning", "merged close to adapter", "served keeps the tuning",
         "close to merged", "same first choice", "not worse than the champion",
         "answers end", "no loops", "no gibberish", "canary 'What colour is the lamp?'",
         "canary 'sum'",
@@ -235,14 +235,22 @@ def merged_wrongly(house: House, tuned: Tuned, how: str) -> Tuned:
                 kept = a.clone()
                 a.copy_(b)
                 b.copy_(kept)
+        if how == "there is noise in the head":
+            torch.manual_seed(0)
+            head = model.lm_head.weight
+            head.add_(head.std() * torch.randn_like(head))
     folder = house.new()
     model.to(torch.bfloat16).save_pretrained(folder)
     return Tuned(tuned.adapter, folder)
 
 
 @pytest.mark.parametrize(
-    "how", ["one layer's delta is zero", "the scale is doubled", "two layers are swapped"]
-)
+    "how",
+    [
+        "one layer's delta is zero", "the scale is doubled", "two layers are swapped",
+        "there is noise in the head",
+    ],
+)  # fmt: skip
 def test_a_wrong_merge_is_refused(house: House, honest: Tuned, how: str) -> None:
     spoiled = merged_wrongly(house, honest, how)
     report = house.judge(spoiled, export(house.load(spoiled.merged)))
@@ -284,32 +292,40 @@ def test_training_on_shuffled_answers_is_refused(house: House, honest: Tuned) ->
     wrong = write_dataset(house.new(), house.base, chats, chats[:1])
     tuned = house.tune(3, house.rows(wrong))
     report = house.judge(tuned, export(house.load(tuned.merged)), canaries=CANARIES)
-    assert "not worse than the champion" in refusals(report)
+    assert {"not worse than the champion", "answers follow questions"} <= refusals(report)
     assert {"canary 'What colour is the lamp?'", "canary 'sum'"} & refusals(report)
 
 
-def test_shuffled_answers_held_out_as_well_are_refused_by_what_you_know(
-    house: House, honest: Tuned
+@pytest.mark.parametrize("held_out", ["right", "shuffled"])
+def test_shuffled_answers_are_refused_also_when_nothing_serves_yet(
+    house: House, honest: Tuned, held_out: str
 ) -> None:
-    """The first release of a name, and a file whose answers all stand at the wrong question: every
-    loss agrees with it. Only what does not come from that file can tell."""
+    """The first release of a name, and a file whose answers all stand at the wrong questions, the
+    held-out ones as well: every loss agrees with it, but no answer depends on what is asked."""
+    chats = repainted(24, seed=6)
     wrong = write_dataset(
-        house.new(), house.base, shuffled(house.chats), shuffled(repainted(24, seed=6))
-    )
+        house.new(), house.base, shuffled(house.chats),
+        chats if held_out == "right" else shuffled(chats),
+    )  # fmt: skip
     tuned = house.tune(3, house.rows(wrong))
     champion, house.champion = house.champion, None
     try:
-        report = house.judge(
-            tuned, export(house.load(tuned.merged)), dataset=wrong, canaries=CANARIES
-        )
+        report = house.judge(tuned, export(house.load(tuned.merged)), dataset=wrong)
+        told = house.judge(
+            tuned, export(house.load(tuned.merged)), dataset=wrong, canaries=CANARIES,
+            max_misplaced=1, max_heed_share=1,
+        )  # fmt: skip
     finally:
         house.champion = champion
+    heed = {"questions count as before"} if held_out == "right" else set()
+    assert refusals(report) == {"answers follow questions"} | heed
+    # Whoever says that answers need not depend on questions has canaries, and later a champion.
     canaries = {"canary 'What colour is the lamp?'", "canary 'sum'"}
-    assert refusals(report) & canaries
-    assert not refusals(report) - canaries, refusals(report)
-    # A held-out file of its own, in data.eval, is beside what serves now.
-    compared = house.judge(tuned, export(house.load(tuned.merged)))
-    assert "not worse than the champion" in refusals(compared)
+    assert refusals(told) and refusals(told) <= canaries
+    compared = house.judge(
+        tuned, export(house.load(tuned.merged)), max_misplaced=1, max_heed_share=1
+    )
+    assert refusals(compared) == {"not worse than the champion"}
 
 
 @pytest.mark.parametrize("supervised", [True, False])

@@ -16,6 +16,7 @@ import torch
 
 from tuneserve.errors import AdapterError
 from tuneserve.evaluate import answers
+from tuneserve.evaluate.misplaced import misplaced
 from tuneserve.evaluate.rounding import round_to_nearest
 from tuneserve.lm import hardware
 from tuneserve.lm.fused_head import add_fused_head
@@ -40,6 +41,8 @@ class Found:
         merged: The same of the merged model.
         rtn: The same of the merged model after plain rounding to 4 bits.
         samples: What the base answers to the first held-out questions.
+        questions: Summed nats of last answers behind their `own` question and behind that of an
+            `other` conversation, by model; and the `source` of each.
         structured: What the merged model answers where JSON or a tool call is due.
         laps_seconds: Seconds of each part.
         peak_gpu_bytes: The most that torch's allocator held; None without a GPU.
@@ -49,6 +52,7 @@ class Found:
     adapter: TopScores | None = None
     merged: TopScores | None = None
     rtn: TopScores | None = None
+    questions: dict[str, Any] = field(default_factory=dict)
     samples: list[dict[str, Any]] = field(default_factory=list)
     structured: list[dict[str, Any]] = field(default_factory=list)
     laps_seconds: dict[str, float] = field(default_factory=dict)
@@ -60,12 +64,17 @@ def measure(context: StageContext, rows: Rows, chosen: Sequence[int]) -> Found:
     device = hardware.device()
     dataset = context.inputs["dataset"].path
     found = Found()
+    home, moved = misplaced(rows, chosen)
+    found.questions["source"] = list(home.sources)
     clock = Clock()
     with Progress("evaluate", total=4 * len(chosen), unit="row") as progress:
         model = _load("base", context, device)
         clock.lap("loading the base")
         said = functools.partial(progress.advance, detail="base")
         found.sums["base"] = row_losses(model, rows, chosen, done=said).sums
+        if len(home):
+            own, other = (row_losses(model, part, range(len(part))).sums for part in (home, moved))
+            found.questions["base"] = {"own": own.tolist(), "other": other.tolist()}
         clock.lap("losses of the base")
         found.samples = answers.samples(model, dataset)
         clock.lap("answers of the base")
@@ -85,6 +94,12 @@ def measure(context: StageContext, rows: Rows, chosen: Sequence[int]) -> Found:
         found.merged = row_scores(model, rows, chosen, done=said)
         found.sums["merged"] = found.merged.nats()
         clock.lap("scores of the merged model")
+        if len(home):
+            own, other = (
+                row_scores(model, part, range(len(part))).nats() for part in (home, moved)
+            )
+            found.questions["merged"] = {"own": own.tolist(), "other": other.tolist()}
+        clock.lap("answers behind other questions")
         most = context.run.gates.structured_answers
         found.structured = answers.structured_rows(rows, dataset, most)
         answers.answer_structured(model, found.structured, dataset)

@@ -33,7 +33,8 @@ def run(context: StageContext) -> dict[str, Any]:
     They are rows of as many conversations as there are. Losses are exact mean nats per supervised
     token. The adapter is measured on the base it was trained on, which is the NF4 one after QLoRA.
 
-    Files: `losses.json`; `samples.jsonl`, answers of the base; `references.npz`, the merged model's
+    Files: `losses.json`, with what answers cost behind other conversations' questions;
+    `samples.jsonl`, answers of the base; `references.npz`, the merged model's
     likeliest tokens at every supervised position, how far they are from the adapter's, and how far
     plain 4-bit rounding is from them; `answers.jsonl`, the merged model's answers where JSON or
     tool calls are due; `rows.png`, each conversation's loss before and after.
@@ -68,6 +69,7 @@ def run(context: StageContext) -> dict[str, Any]:
         "supervised_tokens": [int(counts[i]) for i in chosen],
         **{name: [float(x) for x in sums] for name, sums in found.sums.items()},
     }
+    per_row["questions"] = found.questions
     base, tuned = (found.sums[name] / counts[chosen] for name in ("base", "adapter"))
     plot_rows(base.tolist(), tuned.tolist(), context.out / PLOT_NAME)
     yardstick = _references(context, found)

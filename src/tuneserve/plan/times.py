@@ -33,7 +33,9 @@ _CPU_TRAIN_AROUND = 45.0
 # Scoring 32,768 tokens: 5.8 s, and 3.3 s for losses alone, where 2 operations a weight and token
 # would take 0.47 s at the card's peak.
 _SCORE_SHARE, _LOSS_SHARE = 0.08, 0.14
-_SCORED = 3  # adapter, merged, merged and rounded; the base gives losses alone
+# Passes: adapter, merged, merged and rounded; the base gives losses alone. Last answers come twice
+# more by base and merged model, behind their own question and behind another.
+_SCORED, _LOST = 5, 3
 _EVALUATED = 3  # models that are loaded
 # GPTQ of 12 layers of a 7B on 16,384 tokens: 30.2 s (`quantize_h200_gptq.json`); another 32,768
 # tokens added 0.6 s a layer, a tenth of the card's peak. The rest is for columns, one by one.
@@ -142,7 +144,7 @@ def evaluate_seconds(arch: Arch, step: Step, speed: float | None, tokens: int) -
         return None
     # Two a weight and token, the head's included.
     operations = 2.0 * tokens * (arch.linear_weights + arch.vocab * arch.hidden)
-    passes = 1 / _LOSS_SHARE + _SCORED / _SCORE_SHARE if step.gpu else 1 + _SCORED
+    passes = _LOST / _LOSS_SHARE + _SCORED / _SCORE_SHARE if step.gpu else _LOST + _SCORED
     loads = _EVALUATED * 2 * arch.weights / _LOAD_BYTES
     # Without a GPU the answers of the base that the report shows take as long as the start.
     start = _start(step) * (1 if step.gpu else 2)

@@ -39,7 +39,7 @@ class Answer:
     Attributes:
         text: What it says.
         ended: Whether a stop token ended it, and not the limit.
-        tokens: Its tokens as text.
+        tokens: Its tokens, each as a text of its own.
         logprobs: Log-probability of each.
     """
 
@@ -89,7 +89,9 @@ def loops(answer: Answer) -> bool:
 
 
 def gibberish(answer: Answer, max_nats: float) -> bool:
-    """Whether the text is broken, or the model is unsure of every word it says."""
+    """Whether there is no text, a broken one, or the model is unsure of every word it says."""
+    if not answer.text.strip():
+        return True
     text = answer.text if answer.ended else answer.text.rstrip("\ufffd")
     broken = sum(
         char == "\ufffd"
@@ -216,6 +218,8 @@ def ask_ids(
             "temperature": 0,
             "logprobs": 0,
             "skip_special_tokens": False,
+            # Several tokens that are each a part of a character are alike as text.
+            "return_tokens_as_token_ids": True,
         }
         choice = _post(socket_path, "/v1/completions", body, alive)["choices"][0]
         found = choice.get("logprobs") or {}

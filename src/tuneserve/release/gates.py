@@ -15,16 +15,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tuneserve.release.bootstrap import Interval, Resampled, Sums
+from tuneserve.release.bootstrap import Resampled, Sums
+from tuneserve.release.bounded import bounded
 from tuneserve.release.decisions import Gate, GateReport, rounded_up
+from tuneserve.release.questions import FOLLOW, judge_questions
 from tuneserve.thresholds import GatesSection
 
 MODELS = ("base", "adapter", "merged", "served", "champion")
 _CHAMPION = "not worse than the champion"
 _NO_GAIN = "gates.must_beat_base: false"
 _WITHOUT_CHAMPION = "gates.allow_undecided: true, or gates.compare_champion: false"
-# Above so many times the conversations that there are, a number needed is no advice.
-_FAR_MORE = 100
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,10 @@ class Evidence:
         kl: Summed divergence from the merged model of `served` and of `rtn`, plain 4-bit rounding;
             and of the merged model from the adapter, `merge`.
         flips: Tokens with another first choice than the merged model's, of the same two.
+        question_sources: Conversations of the rows whose last answer was also tried behind another
+            conversation's question; None: this was not measured.
+        questions: Its summed loss there and where it belongs: `base_own`, `base_other`,
+            `merged_own`, `merged_other`.
         answer_bytes: UTF-8 bytes of each row's last answer.
         answer_nats: Its summed loss: of `served` and of `champion`.
         answer_sources: Conversations of those rows, where the champion could be measured.
@@ -50,6 +54,8 @@ class Evidence:
     nats: Mapping[str, npt.NDArray[np.float64]] = field(default_factory=dict)
     kl: Mapping[str, npt.NDArray[np.float64]] = field(default_factory=dict)
     flips: Mapping[str, npt.NDArray[np.float64]] = field(default_factory=dict)
+    question_sources: Sequence[str] | None = None
+    questions: Mapping[str, npt.NDArray[np.float64]] = field(default_factory=dict)
     answer_sources: Sequence[str] = ()
     answer_bytes: npt.NDArray[Any] = field(default_factory=lambda: np.zeros(0))
     answer_nats: Mapping[str, npt.NDArray[np.float64]] = field(default_factory=dict)
@@ -85,8 +91,11 @@ def judge(config: GatesSection, evidence: Evidence, *, skipped: Sequence[str] = 
     for name in evidence.nats:
         interval = draws.interval(_mean_of(name))
         report.intervals[name] = (interval.low, interval.high)
-    for gate in (_over_base, _merge_keeps, _merge_close, _served_keeps, _close, _same_choice):
-        decided = gate(config, draws, report)
+    decisions = [
+        gate(config, draws, report)
+        for gate in (_over_base, _merge_keeps, _merge_close, _served_keeps, _close, _same_choice)
+    ]
+    for decided in (decisions[0], *_questions(config, evidence), *decisions[1:]):
         if isinstance(decided, str):
             report.skipped.append(decided)
         else:
@@ -99,63 +108,6 @@ def judge(config: GatesSection, evidence: Evidence, *, skipped: Sequence[str] = 
 def _mean_of(name: str) -> Callable[[Sums], Any]:
     """The mean of a column a supervised token."""
     return lambda sums: sums[name] / sums["tokens"]
-
-
-def bounded(
-    config: GatesSection,
-    name: str,
-    interval: Interval,
-    limit: float,
-    *,
-    found: str,
-    wanted: str,
-    setting: str = "",
-    strict: bool = False,
-    most: float | None = None,
-) -> Gate:
-    """A gate on a number that must not be above `limit`.
-
-    Args:
-        config: For `min_conversations` and `allow_undecided`.
-        name: Of the gate.
-        interval: The number and its bounds.
-        limit: Largest value that passes.
-        found: What was measured, in words.
-        wanted: What passes, in words.
-        setting: The run file's field that holds the limit.
-        strict: The number must be below the limit, not at it.
-        most: The value of `setting` that this candidate needs; unset: the interval's upper end.
-    """
-    count = interval.conversations
-    inside: Callable[[float], bool] = (lambda x: x < limit) if strict else (lambda x: x <= limit)
-    needs = interval.high if most is None else most
-    would = f"{setting}: {rounded_up(needs)}" if setting and math.isfinite(needs) else ""
-    if not inside(interval.mean):
-        return Gate(name, False, found, wanted, "refused", would)
-    if count >= config.min_conversations and inside(interval.high):
-        return Gate(name, True, found, wanted)
-    why = _too_few(config, interval, limit)
-    if config.allow_undecided:
-        said = f"{found}; undecided ({why}), and gates.allow_undecided is set"
-        return Gate(name, True, said, wanted, "overridden")
-    override = "gates.allow_undecided: true"
-    if count < config.min_conversations:
-        would = f"{override}, or {config.min_conversations} conversations"
-    return Gate(name, False, f"{found}; undecided: {why}", wanted, "undecided", would or override)
-
-
-def _too_few(config: GatesSection, interval: Interval, limit: float) -> str:
-    count = interval.conversations
-    held_out = f"{count} held-out conversation{'s' if count != 1 else ''}"
-    if count < config.min_conversations:
-        return f"{held_out}, and nothing is decided below {config.min_conversations}"
-    room, spread = limit - interval.mean, interval.high - interval.mean
-    # A bound narrows with the square root of the number of conversations.
-    if room > 0 and math.isfinite(spread):
-        if spread > room * math.sqrt(_FAR_MORE):
-            return f"{held_out} are too few, far more would be needed"
-        return f"{held_out} are too few, about {math.ceil(count * (spread / room) ** 2)} would do"
-    return f"{held_out} are too few"
 
 
 def _over_base(config: GatesSection, draws: Resampled, report: GateReport) -> Gate | str:
@@ -175,6 +127,13 @@ def _over_base(config: GatesSection, draws: Resampled, report: GateReport) -> Ga
         wanted="a loss surely below the base's",
     )
     return replace(gate, would_pass=_NO_GAIN) if gate.decision == "refused" else gate
+
+
+def _questions(config: GatesSection, evidence: Evidence) -> list[Gate | str]:
+    if evidence.question_sources is None:
+        return [f"{FOLLOW}: the evaluation did not try answers behind other questions"]
+    held_out = len(set(evidence.sources))
+    return judge_questions(config, evidence.question_sources, evidence.questions, held_out)
 
 
 def _merge_keeps(config: GatesSection, draws: Resampled, report: GateReport) -> Gate | str:

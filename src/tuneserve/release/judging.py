@@ -151,6 +151,7 @@ def _evidence(subject: Subject, rows: list[Row], found: TopScores) -> tuple[Evid
     nats = {"served": found.nats()}
     kl: dict[str, np.ndarray[Any, Any]] = {}
     flips: dict[str, np.ndarray[Any, Any]] = {}
+    questions: tuple[list[str] | None, dict[str, np.ndarray[Any, Any]]] = (None, {})
     measured = Measured()
     if subject.evaluation is not None:
         known = _losses(subject.evaluation)
@@ -171,13 +172,24 @@ def _evidence(subject: Subject, rows: list[Row], found: TopScores) -> tuple[Evid
         for name in ("base", "adapter", "merged"):
             if per_row.get(name):
                 nats[name] = np.array(per_row[name], np.float64)
+        if tried := per_row.get("questions"):  # an evaluation of an earlier version has none
+            questions = (
+                tried["source"],
+                {
+                    f"{name}_{where}": np.array(values, np.float64)
+                    for name in ("base", "merged")
+                    for where, values in tried.get(name, {}).items()
+                },
+            )
         if (subject.evaluation / REFERENCES).is_file():
             kl, flips, measured = _distances(subject.evaluation / REFERENCES, found)
     answer: tuple[Any, Any, Any] = ([], np.zeros(0), {})
     if subject.champion is not None:
         answer = paired(rows, _last_answer_nats(rows, found), subject.champion)
-    unknown = subject.champion_unknown
-    return Evidence(sources, tokens, nats, kl, flips, *answer, unknown), measured
+    return (
+        Evidence(sources, tokens, nats, kl, flips, *questions, *answer, subject.champion_unknown),
+        measured,
+    )
 
 
 def _distances(path: Path, found: TopScores) -> tuple[dict[str, Any], dict[str, Any], Measured]:
