@@ -106,6 +106,54 @@ def test_generation_configs_are_made_valid_with_all_end_ids(
     assert found.notes
 
 
+def test_the_trainings_generation_config_counts_without_its_tokenizer(
+    base: Path, tmp_path: Path
+) -> None:
+    adapter = folder(tmp_path / "adapter", generation_config__json={"eos_token_id": 7, "top_k": 3})
+    found = files(base, adapter)
+    assert found.tokenizer_from == "base"
+    written = json.loads(found.files["generation_config.json"])
+    assert written == {"eos_token_id": [7, 2, 5], "top_k": 3, "do_sample": True}
+
+
+@pytest.mark.parametrize("broken", [b"{", b"[1]", b"null", b"\xff\xfe"])
+@pytest.mark.parametrize("where", ["adapter", "base", "both"])
+def test_a_generation_config_that_cannot_be_read_is_said_and_hides_no_other(
+    where: str, broken: bytes, base: Path, tmp_path: Path
+) -> None:
+    adapter = folder(tmp_path / "adapter", tokenizer__json="t")
+    (adapter / "generation_config.json").write_text('{"eos_token_id": 7}')
+    (base / "generation_config.json").write_text('{"eos_token_id": 9}')
+    for each in (adapter, base):
+        if where in (each.name, "both"):
+            (each / "generation_config.json").write_bytes(broken)
+    found = files(base, adapter)
+    ends = {"adapter": [9, 2], "base": [7, 2]}.get(where)  # 2 is in config.json
+    written = found.files.get("generation_config.json")
+    assert (json.loads(written)["eos_token_id"] if written else None) == ends
+    said = [note for note in found.notes if note.endswith("is not a JSON object: left out")]
+    assert len(said) == {"adapter": 1, "base": 0, "both": 2}[where]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([-1, None, "3", 4], [4, 2, 5]),
+        (-1, [2, 5]),
+        ("</s>", [2, 5]),
+        ([5, 5, 2], [5, 5, 2]),
+        (None, [2, 5]),
+    ],
+)
+def test_end_ids_that_are_none_are_removed(
+    given: Any, expected: list[int], base: Path, tmp_path: Path
+) -> None:
+    generation = {"eos_token_id": given}
+    adapter = folder(tmp_path / "adapter", tokenizer__json="t", generation_config__json=generation)
+    written = files(base, adapter).files["generation_config.json"]
+    assert json.loads(written)["eos_token_id"] == expected
+
+
 def test_a_valid_generation_config_passes_byte_for_byte(base: Path, tmp_path: Path) -> None:
     text = '{"do_sample": true,   "temperature": 0.6, "eos_token_id": [2, 5]}'
     adapter = folder(tmp_path / "adapter", tokenizer__json="t", generation_config__json=text)

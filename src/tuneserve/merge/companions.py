@@ -115,7 +115,8 @@ def collect(
     vocabulary = read_vocabulary(tokenizer)
     settings = (tokenizer.get(_TOKENIZER_CONFIG), own.get(_TOKENIZER_CONFIG))
     ends = [end for each in settings for end in vocabulary.ends(each)]
-    generation = generation_config((source, adapter, base), base, config, ends, notes)
+    folders = (adapter, base) if source == base else (source, adapter, base)
+    generation = generation_config(folders, base, config, ends, notes)
     if generation is not None:
         files["generation_config.json"] = generation
     origin = "base" if source == base else "adapter" if source == adapter else str(source)
