@@ -6,6 +6,7 @@ import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -191,3 +192,55 @@ def test_verify_names_what_a_loader_would_read_besides(
     with pytest.raises(ModelError) as caught:
         verify(out)
     assert caught.value.details["problems"] == [f"{name} is not part of the merge"]
+
+
+@pytest.mark.parametrize(
+    "proof",
+    ["{", "[]", '{"format": 1}', '{"format": 1, "outputs": [1]}',
+     '{"format": 1, "outputs": {"config.json": 3}}', '{"format": 1, "outputs": {"a": {}}}'],
+)  # fmt: skip
+def test_a_proof_that_cannot_be_used_is_said(
+    proof: str, base: Path, adapter: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    merge_adapter(base, adapter, out, sample=False)
+    (out / "mergeproof.json").write_text(proof)
+    with pytest.raises(ModelError, match="has no usable mergeproof.json"):
+        verify(out)
+    with pytest.raises(OutputExists, match="is not empty"):
+        merge_adapter(base, adapter, out, sample=False)
+
+
+@pytest.mark.parametrize(
+    "name", ["quantize_config.json", "quant_config.json", "hf_quant_config.json"]
+)
+def test_a_base_that_only_a_file_beside_it_calls_quantized(
+    name: str, base: Path, adapter: Path, tmp_path: Path
+) -> None:
+    (base / name).write_text('{"bits": 4}')
+    with pytest.raises(ModelError, match=rf"its weights are quantized \({name}\)"):
+        merge_adapter(base, adapter, tmp_path / "out", sample=False)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("quantization", "modules", "message"),
+    [
+        ("nf4", ["a"], "does not say how its base was quantized"),
+        ({}, ["a"], "does not say how its base was quantized"),
+        ({"quant_type": "nf4"}, "a", "does not say how its base was quantized"),
+        ({"quant_type": "nf4"}, [3], "does not say how its base was quantized"),
+        ({"quant_type": "int8"}, ["a"], "quant_type 'int8' is not known"),
+        ({"blocksize": "64"}, ["a"], "blocksize '64' is not known"),
+        ({"blocksize": 128}, ["a"], "blocksize 128 is not known"),
+        ({"quant_type": "nf4"}, ["a"], "the base has no a.weight, quantized in training"),
+    ],
+)
+def test_a_training_record_that_does_not_say_how_is_refused(
+    quantization: Any, modules: Any, message: str, base: Path, adapter: Path, tmp_path: Path
+) -> None:
+    record = {"quantization": quantization, "quantized_modules": modules}
+    (adapter / "training.json").write_text(json.dumps(record))
+    with pytest.raises(AdapterError, match=message):
+        merge_adapter(base, adapter, tmp_path / "out", base_weights="nf4", sample=False)
+    assert not (tmp_path / "out").exists()

@@ -21,6 +21,12 @@ from tuneserve.merge.plan import MergePlan, plan_merge
 from tuneserve.merge.proof import FORMAT, versions
 from tuneserve.merge.tiling import Budget, budget
 
+# What AutoGPTQ, AutoAWQ and ModelOpt write beside config.json, where older ones say nothing.
+_QUANTIZED_BESIDE = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
+
+# Weights that share a scale: what transformers takes, and where tiles may end (`tiling`).
+_NF4_BLOCK = 64
+
 BaseWeights = Literal["original", "nf4"]
 
 
@@ -133,8 +139,10 @@ def refuse_quantized(base: Path, config: Mapping[str, Any]) -> None:
     parts = [config, text if isinstance(text, Mapping) else {}]
     names = ("quantization_config", "compression_config")
     settings = next((part[name] for part in parts for name in names if part.get(name)), None)
-    if settings:
-        method = settings.get("quant_method", "?") if isinstance(settings, dict) else "?"
+    files = [name for name in _QUANTIZED_BESIDE if (base / name).is_file()]
+    if settings or files:
+        named = settings.get("quant_method") if isinstance(settings, dict) else None
+        method = named or ", ".join(files) or "?"
         raise ModelError(
             f"{base}: its weights are quantized ({method})",
             expected="the 16-bit weights",
@@ -176,11 +184,17 @@ def _nf4_settings(adapter: Path) -> tuple[dict[str, Any], frozenset[str]]:
     path = adapter / "training.json"
     sidecar = read_json(path) if path.is_file() else {}
     settings, modules = sidecar.get("quantization"), sidecar.get("quantized_modules")
-    if not settings or not modules:
+    are_names = isinstance(modules, list) and all(isinstance(m, str) for m in modules)
+    if not (isinstance(settings, dict) and settings and are_names and modules):
         raise AdapterError(
             f"{adapter}: does not say how its base was quantized in training",
             expected="training.json with quantization and quantized_modules",
             hint="merge onto the original weights (--base-weights original)",
+        )
+    blocksize = settings.get("blocksize", _NF4_BLOCK)
+    if blocksize != _NF4_BLOCK:
+        raise AdapterError(
+            f"{path}: blocksize {blocksize!r} is not known", expected=str(_NF4_BLOCK)
         )
     if settings.get("quant_type", "nf4") not in ("nf4", "fp4"):
         raise AdapterError(

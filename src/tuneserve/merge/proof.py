@@ -56,7 +56,15 @@ def read_proof(folder: Path) -> dict[str, Any] | None:
         proof = json.loads((folder / PROOF_NAME).read_bytes())
     except (OSError, ValueError):
         return None
-    return proof if isinstance(proof, dict) and proof.get("format") == FORMAT else None
+    is_usable = isinstance(proof, dict) and proof.get("format") == FORMAT
+    return proof if is_usable and _names_files(proof.get("outputs")) else None
+
+
+def _names_files(outputs: Any) -> bool:
+    return isinstance(outputs, dict) and all(
+        isinstance(entry, dict) and {"bytes", "sha256"} <= entry.keys()
+        for entry in outputs.values()
+    )
 
 
 def verify(folder: Path) -> dict[str, Any]:
