@@ -265,6 +265,19 @@ def test_a_quantized_layer_is_not_trained_whole(
     assert run(context)["steps"] == 1
 
 
+@pytest.mark.parametrize("whole", ["q_proj", "self_attn"])
+def test_no_layer_is_trained_whole_and_by_an_adapter(
+    tmp_path: Path, pico_model: Path, dataset: Artifact, whole: str
+) -> None:
+    """B02: PEFT would leave the adapter out in silence."""
+    lora = {"target_modules": ["q_proj", "down_proj"], "modules_to_save": [whole]}
+    train = {**TRAIN, "lora": lora, "method": "lora"}
+    context = make_context(tmp_path, pico_model, {"dataset": dataset}, train)
+    with pytest.raises(RunFileError, match="'q_proj' is in modules_to_save as well"):
+        run(context)
+    assert list(context.out.iterdir()) == []
+
+
 @pytest.mark.parametrize("name", ["lm_head", "embed_tokens"])
 def test_adapters_on_a_tied_head_are_refused(
     tmp_path: Path, pico_model: Path, dataset: Artifact, name: str

@@ -105,6 +105,15 @@ def test_a_quantized_layer_is_not_trained_whole() -> None:
     assert found(run(train={**lora("v_proj", **whole), "method": "lora"})) == []
 
 
+def test_no_layer_is_trained_whole_and_by_an_adapter() -> None:
+    """PEFT would leave the adapter out in silence, or refuse when nothing else has one."""
+    both = {**lora("q_proj", "v_proj", modules_to_save=["q_proj"]), "method": "lora"}
+    [problem] = found(run(train=both))
+    assert problem.startswith("train.lora.target_modules: q_proj is in modules_to_save as well")
+    every = {"lora": {"modules_to_save": ["q_proj"]}, "method": "lora"}  # all others, that is
+    assert found(run(train=every)) == []
+
+
 def test_lengths_within_the_context() -> None:
     """A13: a guard from the config, not from an exception."""
     texts = found(run(data={"max_length": 9000}, serve={"max_model_len": 10000}))

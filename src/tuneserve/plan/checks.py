@@ -129,6 +129,12 @@ def _adapter_problems(run: RunFile, arch: Arch) -> list[str]:
             found.append(
                 f"train.lora.target_modules: {name} matches no linear layer; there are {available}"
             )
+    found += [
+        f"train.lora.target_modules: {name} is in modules_to_save as well, by which it is trained "
+        "whole and gets no adapter; list it in one of the two"
+        for name in wanted
+        if name.rsplit(".", 1)[-1] in {whole.rsplit(".", 1)[-1] for whole in lora.modules_to_save}
+    ]
     known = (*arch.linear_names(), *HEADS, *EMBEDDINGS)
     for name in lora.modules_to_save:
         leaf = name.rsplit(".", 1)[-1]

@@ -109,6 +109,16 @@ def check_names(model: Any, lora: LoraSection) -> None:
             expected=f"names among {', '.join(_leaves(linear - heads))}; or all-linear",
             hint="mend the names; the end of a module's name is enough",
         )
+    whole = {n for n in linear if any(_matches(s, _with_parents(n)) for s in lora.modules_to_save)}
+    for name in targets:
+        meant = {full for full in linear if _matches(name, [full])}
+        if meant and meant <= whole:
+            raise RunFileError(
+                f"train.lora.target_modules: {name!r} is in modules_to_save as well, by which it "
+                "is trained whole and gets no adapter",
+                expected="each name in one of the two",
+                hint="take it out of one of them",
+            )
     quantized = [n for n in linear if hasattr(modules[n].weight, "quant_state")]
     for name in lora.modules_to_save:
         if any(_matches(name, _with_parents(full)) for full in quantized):
