@@ -108,30 +108,26 @@ def gib(count: float) -> str:
 
 def _train_table() -> str:
     """Timed steps of the 7B shape, with the plan's figure for the same setting beside them."""
-    results = HERE.parent / "bench" / "results"
-    points = json.loads((results / "h200_plan_points.json").read_text(encoding="utf-8"))["points"]
-    rows = json.loads((results / "plan.json").read_text(encoding="utf-8"))["rows"]
-    predicted = {row["setting"]: row["predicted_gib"] for row in rows}
+    predicted = {row["setting"]: row["predicted_gib"] for row in _result("plan.json")["rows"]}
     lines = [
         "| base | adapter | recomputed | predicted | measured | a step | a million tokens |",
         "|---|---|---|---|---|---|---|",
     ]
-    for point in points:
-        if point["shape"] != "qwen2-7b" or "seconds_per_step" not in point:
+    for run in _result("train.json")["runs"]:
+        if run["peer"] != "ours":
             continue
         kept = {"true": "checkpointing", "false": "all kept", "offload": "checkpoints on the host"}
-        bits = "16 bits" if point["method"] == "lora" else "NF4"
-        targets = point["targets"].replace("_proj", "").replace(",", ", ")
-        adapter = f"r={point['rank']} on {targets}"
-        gib = point["peak_reserved_bytes"] / 2**30
-        guess = _predicted(predicted, point, kept[point["checkpointing"]])
+        bits = "16 bits" if run["method"] == "lora" else "NF4"
+        targets = run["targets"].replace("_proj", "").replace(",", ", ")
+        adapter = f"r={run['rank']} on {targets}"
+        gib = run["peak_reserved_bytes"] / 2**30
+        guess = _predicted(predicted, run, kept[run["checkpointing"]])
         lines.append(
-            f"| {bits} | {adapter} | {kept[point['checkpointing']]} | {guess} | {gib:.1f} GiB | "
-            f"{point['seconds_per_step']:.3f} s | {1e6 / point['tokens_per_second']:.0f} s |"
+            f"| {bits} | {adapter} | {kept[run['checkpointing']]} | {guess} | {gib:.1f} GiB | "
+            f"{run['seconds_per_step']:.3f} s | {1e6 / run['tokens_per_second']:.0f} s |"
         )
-    command = "`python tests/gpu/train_step.py`"
-    where = "[bench/results/h200_plan_points.json](../bench/results/h200_plan_points.json)"
-    note = f"Reserved by torch's allocator; {command}, {where}."
+    where = "[bench/results/train.json](../bench/results/train.json)"
+    note = f"Reserved by torch's allocator; `python bench/bench_train.py`, {where}."
     return "\n".join([*lines, "", note]) + "\n"
 
 
@@ -153,7 +149,7 @@ def _merge() -> str:
         f"{found['copy_seconds']:.0f} s; {found['peak_rss_bytes'] / 2**20:.0f} MiB of memory at "
         f"most (`{found['command']}`,\n"
         "[bench/results/merge_h200_host.json](../bench/results/merge_h200_host.json)).\n"
-        "That was before the merge went past the page cache, which was not measured on that host.\n"
+        "Both means of two pairs, beside trainings and an export on the same host.\n"
     )
 
 
@@ -176,12 +172,14 @@ def _quantize() -> str:
             "GPTQ, 28 layers, the run above", whole["laps_seconds"], whole["peak_gpu_bytes"]
         )
     )
-    for name in ("gptq", "awq"):
+    for name in ("gptq_bare", "gptq", "awq"):
         found = _result(f"quantize_h200_{name}.json")
         for side, who in (("ours", "tuneserve"), ("bare", "bare GPTQModel")):
+            if side not in found["peaks"]:
+                continue
             peaks = found["peaks"][side]
             size = f"{found['layers']} layers, {found['rows']} rows of {found['max_tokens']}"
-            title = f"{name.upper()}, {size}, {who}"
+            title = f"{found['method'].upper()}, {size}, {who}"
             lines.append(_export_line(title, laps_of(peaks["laps"]), peaks["peak_gpu_bytes"]))
     return "\n".join(lines) + "\n"
 
