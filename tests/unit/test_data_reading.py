@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
 import json
+import lzma
+import pickle
+import tarfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -184,8 +189,73 @@ def test_packed_files(tmp_path: Path) -> None:
         pa.compress(part, codec="zstd", asbytes=True) for part in (raw[:99], raw[99:])
     )
     (tmp_path / "b.jsonl.zst").write_bytes(packed)
-    for name in ("a.jsonl.gz", "b.jsonl.zst"):
+    (tmp_path / "c.jsonl.bz2").write_bytes(bz2.compress(raw[:77]) + bz2.compress(raw[77:]))
+    (tmp_path / "d.jsonl.xz").write_bytes(lzma.compress(raw[:77]) + lzma.compress(raw[77:]))
+    names = [Path(path).name for path in expand_paths([str(tmp_path)])]
+    assert names == ["a.jsonl.gz", "b.jsonl.zst", "c.jsonl.bz2", "d.jsonl.xz"]
+    for name in names:
         assert [value["a"] for _, value in read(tmp_path / name)] == list(range(2000))
+        path = tmp_path / f"cut-{name}"
+        path.write_bytes((tmp_path / name).read_bytes()[:-30])
+        with pytest.raises(DataError, match="cannot be read to its end"):
+            read(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "what", "hint"),
+    [
+        ("a.jsonl", "zip", "a zip archive", "unzip"),
+        ("a.xlsx", "zip", "a workbook", "CSV"),
+        ("a.jsonl.gz", "tar", "a tar archive", "tar -xf"),
+        ("a.pdf", b"%PDF-1.7\n\xe2\xe3", "a PDF document", "one object a line"),
+        ("a.xls", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "an Office document", "CSV"),
+        ("a.db", b"SQLite format 3\0\x10", "an SQLite database", "export"),
+        ("a.arrow", b"ARROW1\0\0\xff", "an Arrow file", "Parquet"),
+        ("a.pkl", pickle.dumps([{"prompt": "a"}]), "a Python pickle", "one object a line"),
+        ("a.jsonl", b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS", "git lfs pull"),
+        ("a.jsonl", b"\n <!DOCTYPE html><p>Sign in</p>", "a web page", "download the file"),
+        ("a.jsonl", b"<HTML><body>404</body></HTML>", "a web page", "download the file"),
+        ("a.xml", b"<?xml version='1.0'?><a/>", "an XML document", "one object a line"),
+    ],
+)
+def test_what_is_no_data_file_is_called_by_its_name(
+    tmp_path: Path, name: str, raw: bytes | str, what: str, hint: str
+) -> None:
+    path, inner = tmp_path / name, tmp_path / "rows.jsonl"
+    inner.write_text('{"a": 1}\n' * 99)
+    if raw == "zip":
+        with zipfile.ZipFile(path, "w") as archive:  # stored: its rows lie in it as they are
+            archive.write(inner, "rows.jsonl")
+    elif raw == "tar":
+        with tarfile.open(path, "w:gz") as archive:
+            archive.add(inner, "rows.jsonl")
+    else:
+        assert isinstance(raw, bytes)
+        path.write_bytes(raw)
+    with pytest.raises(DataError) as caught:
+        read(path)
+    assert caught.value.message.startswith(f"{path}: the file is {what}")
+    assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ('{\n  "messages": [\n  ]\n}\n', "put each object on one line: jq -c . FILE > NEW;"),
+        ('{"messages": [\n  ]\n}\n', "put each object on one line: jq -c . FILE > NEW;"),
+        ("{'messages': []}\n", "write them with json.dumps, one a line;"),
+        ('{"messages": []},\n' * 3, "remove the commas behind the lines, or put [ before"),
+        ("{broken,\n", "mend the line;"),
+        ('{"data": [{"a": 1}], "version": 2}', "jq -c '.data[]' FILE > NEW"),
+        ('{"dialog": [{"a": 1}]}\n' * 2, "rename the columns to prompt and completion"),
+    ],
+)
+def test_what_is_nearly_json_lines_says_what_to_do(tmp_path: Path, text: str, hint: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(text)
+    with pytest.raises(DataError) as caught:
+        open_sources(DataSection(train=[str(path)]))
+    assert caught.value.message.startswith(f"{path}: no ") and hint in caught.value.hint
 
 
 def test_csv(tmp_path: Path) -> None:

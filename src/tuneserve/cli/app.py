@@ -45,7 +45,7 @@ def _options(
 
 
 # What a command line that we do not take raises. typer carries a click of its own.
-UsageError = typer.BadParameter.__mro__[1]
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 _BOUNDS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
 # What `tuneserve init` writes unless told otherwise.
 USUAL_RUN_FILE = Path("run.yaml")

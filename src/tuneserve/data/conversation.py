@@ -68,7 +68,8 @@ def check(conversation: Conversation) -> None:
 def _check_order(messages: list[dict[str, Any]]) -> None:
     roles = [message["role"] for message in messages]
     if "assistant" not in roles:
-        raise RowError("no_assistant", f"no assistant turn; the roles are {_list(roles)}")
+        shown = f"the roles are {_list(roles)}" if roles else "there is no turn at all"
+        raise RowError("no_assistant", f"no assistant turn; {shown}")
     before = ""
     for number, message in enumerate(messages):
         role = message["role"]

@@ -1,11 +1,14 @@
-"""Which files a run reads, and how their bytes are opened: local or remote, plain, gzip or zstd."""
+"""Which files a run reads, and how their bytes are opened: local or remote, plain or packed."""
 
 from __future__ import annotations
 
+import bz2
 import glob
 import gzip
 import io
+import lzma
 import os
+import re
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,9 +18,9 @@ from tuneserve.errors import DataError
 
 # What a folder is searched for. A file that is named explicitly may end in anything.
 _KINDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
-_PACKED = (".gz", ".zst")
+_PACKED = (".gz", ".zst", ".bz2", ".xz")
 # What a file that is damaged, cut short or unreachable raises while it is read.
-READ_ERRORS: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error)
+READ_ERRORS: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error, lzma.LZMAError)
 
 
 def is_data_file(path: str) -> bool:
@@ -161,12 +164,18 @@ def open_raw(path: str) -> IO[bytes]:
 
 
 def unpack(path: str, raw: IO[bytes]) -> IO[bytes]:
-    """The bytes behind gzip or zstd, recognised by their first bytes; others pass through."""
-    head = raw.read(4)
+    """The bytes behind gzip, bzip2, xz or zstd, recognised by their first bytes; others pass
+    through.
+    """
+    head = raw.read(6)
     raw.seek(0)
     if head[:2] == b"\x1f\x8b":
         return cast("IO[bytes]", gzip.GzipFile(fileobj=raw))
-    if head == b"\x28\xb5\x2f\xfd":
+    if re.match(rb"BZh[1-9]", head):
+        return cast("IO[bytes]", bz2.BZ2File(raw))
+    if head == b"\xfd7zXZ\0":
+        return cast("IO[bytes]", lzma.LZMAFile(raw))
+    if head[:4] == b"\x28\xb5\x2f\xfd":
         import pyarrow as pa
 
         # pyarrow brings zstd along; Python 3.11 has none.

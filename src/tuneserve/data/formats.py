@@ -105,7 +105,8 @@ def convert(row: dict[str, Any], format: str) -> Conversation:
     if found == "class_label":
         raise RowError("class_label", f"the row holds {REFUSED['class_label']}", path=("label",))
     if found != format and not _fits(row, format):
-        what = f"looks like {found}" if found else f"has the keys {_short(sorted(row))}"
+        what = f"has the keys {_short(sorted(row))}" if row else "has no keys"
+        what = f"looks like {found}" if found else what
         raise RowError("unknown_format", f"the file is {format}, but this row {what}", path=())
     return CONVERTERS[format](row)
 

@@ -18,6 +18,7 @@ from typing import IO, Any, Literal
 
 from tuneserve.data.codes import SAVE_AS_UTF8, RowError
 from tuneserve.data.files import READ_ERRORS, kind_of, open_raw, unpack
+from tuneserve.data.foreign import refuse_foreign
 from tuneserve.data.strictjson import parse_text
 from tuneserve.errors import DataError
 
@@ -79,13 +80,14 @@ def read_blocks(path: str, file: int) -> Iterator[Block]:
     """All rows of a file, in order.
 
     Raises:
-        DataError: The file as a whole cannot be read: UTF-16, a damaged archive, a broken array,
-            Parquet or CSV, or nothing in it.
+        DataError: The file as a whole cannot be read: no data file, UTF-16, a damaged archive,
+            a broken array, Parquet or CSV, or nothing in it.
     """
     with open_raw(path) as raw:
         try:
             stream = unpack(path, raw)
             head = stream.read(65536)
+            refuse_foreign(path, head)
             _refuse_utf16(path, head)
             if head[:4] == b"PAR1" or kind_of(path) == ".parquet":
                 blocks = _parquet(path, file)

@@ -14,6 +14,7 @@ from tuneserve.config import DataSection
 from tuneserve.data.class_labels import describe_labels
 from tuneserve.data.codes import CODES
 from tuneserve.data.files import expand_paths, ignored_files, size_bytes
+from tuneserve.data.foreign import near_json, rows_inside
 from tuneserve.data.formats import CONVERTERS, REFUSED, detect
 from tuneserve.data.readers import Block, read_blocks
 from tuneserve.data.worker import RawRow, rows_of
@@ -132,7 +133,7 @@ def _format_of(path: str, wanted: str) -> str:
         raise DataError(
             f"{path}: no row can be read; the first problem: {problem}",
             expected="JSONL, a JSON array, CSV or Parquet",
-            hint=f"{what}; docs/data.md shows the formats",
+            hint=f"{_nearly(first) or what}; docs/data.md shows the formats",
         )
     found = seen.most_common(1)[0][0]
     if found in REFUSED:
@@ -153,12 +154,19 @@ def _format_of(path: str, wanted: str) -> str:
             f"{path}: no known format; the keys of its first row are {keys}",
             expected="messages; conversations (from, value); instruction and output; or prompt and "
             "completion",
-            hint=_what_to_rename(parsed[0].value),
+            hint=_what_to_rename(parsed[0].value, alone=len(parsed) == 1),
         )
     return found
 
 
-def _what_to_rename(row: dict[str, Any]) -> str:
+def _nearly(block: Block) -> str:
+    """What to do about the first line of a file in which no line is JSON."""
+    if block.kind != "lines":
+        return ""
+    return near_json(block.data.lstrip().partition(b"\n")[0].decode("utf-8", "replace"))
+
+
+def _what_to_rename(row: dict[str, Any], *, alone: bool) -> str:
     """What makes a row of no known format one that is, by the names of its keys."""
     formats = "docs/data.md shows the formats"
     if "mapping" in row:  # ChatGPT's conversations.json
@@ -166,6 +174,8 @@ def _what_to_rename(row: dict[str, Any]) -> str:
             "the key mapping is that of ChatGPT's export, a tree of messages: write each "
             f'conversation as {{"messages": [{{"role", "content"}}, ...]}}; {formats}'
         )
+    if alone and (key := rows_inside(row)):
+        return f"the rows are in {key}: write them one a line: jq -c '.{key}[]' FILE > NEW"
     if len(row) == 1 and ";" in (only := next(iter(row))):
         return f"save it with commas, not semicolons, between the columns {only}"
     names = {key.strip().lower(): key for key in row}

@@ -120,7 +120,8 @@ def held_out(groups: Words, seed: int, fraction: float) -> Bools:
         ValueError: There are fewer than two groups, so that one side would be empty.
     """
     if len(np.unique(groups)) < 2:
-        raise ValueError(f"{len(groups)} conversations of one beginning")
+        few = {0: "there is none", 1: "there is only one"}
+        raise ValueError(few.get(len(groups), f"all {len(groups)} have one prompt"))
     drawn = _mix(groups ^ _mix(np.full(1, seed, dtype=np.uint64)))
     place = drawn.astype(np.float64) / 2.0**64
     out: Bools = place < fraction

@@ -152,7 +152,7 @@ def _second_pass(
         except ValueError as error:
             raise DataError(
                 f"data.eval_fraction {data.eval_fraction} needs at least 2 conversations with "
-                f"different prompts to hold one out, but there is only {error}",
+                f"different prompts to hold one out, but {error}",
                 expected="at least 2 different conversations",
                 hint="add data, name a file in data.eval, or set data.eval_fraction: 0",
             ) from error
