@@ -234,6 +234,7 @@ def test_the_plan_counts_with_the_same_sizes() -> None:
 KERNELS = """
 import json, torch
 from tuneserve.lm import elementwise, kernels
+from tuneserve.lm.fourbit import FourBit
 torch.manual_seed(0)
 both, d = torch.randn(5, 3000), torch.randn(5, 1500)
 halves = (both[:, :1500], both[:, 1500:])
@@ -268,7 +269,7 @@ for name, absmax, scales in (
     ("plain", plain, plain),
 ):
     weight = table[codes] * scales.view(5, 5).repeat_interleave(64, 1)
-    stored = elementwise.FourBit(
+    stored = FourBit(
         packed, table, 64, absmax, code, second, 8, 0.25, name == "nested"
     )
     rows, part = torch.empty(3, 320), torch.empty(5, 192)

@@ -10,10 +10,11 @@ import importlib.util
 import logging
 import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from tuneserve.lm.fourbit import FourBit
 
 log = logging.getLogger(__name__)
 
@@ -76,31 +77,6 @@ def silu_mul_backward(
     into[0].copy_(slope)
     if product is not None:
         gradient.copy_(product)
-
-
-@dataclass(frozen=True)
-class FourBit:
-    """A 4-bit weight as bitsandbytes stores it (QLoRA, Dettmers et al., 2023, section 3).
-
-    Attributes:
-        packed: Two weights a byte, the first in its upper half.
-        table: What the sixteen codes stand for, as shares of a block's largest value.
-        block_size: Weights in a block.
-        absmax: Largest value of each block, in float32; nested, a code for it of a byte.
-        code: Nested, what the 256 codes stand for.
-        second_absmax: Nested, the largest of `second_block_size` numbers that `absmax` codes.
-        offset: Nested, added to each.
-    """
-
-    packed: torch.Tensor
-    table: torch.Tensor
-    block_size: int
-    absmax: torch.Tensor
-    code: torch.Tensor
-    second_absmax: torch.Tensor
-    second_block_size: int
-    offset: float
-    nested: bool
 
 
 def dequantize(stored: FourBit, first: int, row_blocks: int, out: torch.Tensor) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tuneserve.lm import elementwise
+from tuneserve.lm.fourbit import FourBit
 
 _PROBE_ROWS = 64
 _ALIGN = 512
@@ -168,7 +169,7 @@ class Weight:
         return out
 
 
-def _fast(stored: Tensor, state: Any) -> elementwise.FourBit | None:
+def _fast(stored: Tensor, state: Any) -> FourBit | None:
     """What the kernel takes, if it gives the numbers of the library's own functions.
 
     The last rows are compared, and the columns from the middle on.
@@ -180,18 +181,7 @@ def _fast(stored: Tensor, state: Any) -> elementwise.FourBit | None:
         return None
     import bitsandbytes.functional as bnb
 
-    second = state.state2 if state.nested else None
-    found = elementwise.FourBit(
-        packed=stored,
-        table=state.code.float().contiguous(),
-        block_size=int(state.blocksize),
-        absmax=state.absmax,
-        code=state.absmax if second is None else second.code,
-        second_absmax=state.absmax if second is None else second.absmax,
-        second_block_size=1 if second is None else int(second.blocksize),
-        offset=0.0 if second is None else float(state.offset),
-        nested=second is not None,
-    )
+    found = FourBit.of(stored, state)
     whole = bnb.dequantize_4bit(stored.view(-1, 1), state)
     blocks = width // found.block_size
     first, begin = max(0, rows - _PROBE_ROWS), blocks // 2

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tuneserve.lm.elementwise import FourBit
+from tuneserve.lm.fourbit import FourBit
 
 _BLOCK = 1024
 _VOCABULARY_BLOCK = 4096
