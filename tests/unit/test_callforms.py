@@ -334,3 +334,29 @@ def test_schemas_say_what_they_know() -> None:
     ]
     assert tools_of(tools) == {"a": None, "b": {"a": ""}, "c": None, "d": None, "e": None}
     assert tools_of([]) is None is tools_of(None) is tools_of([{"type": "function"}])
+
+
+@pytest.mark.parametrize(
+    ("said", "inside"),
+    [
+        ('```json\n{"a": [1, 2]}\n```', True),
+        ('\n```JSON\n{\n  "a": "```"\n}\n```\n', True),
+        ("```\n[1]\n```", True),
+        ("````json\n[1]\n````", True),
+        ("<think>x</think>```json\n[1]\n```", True),
+        ('```json\n{"a": [1, 2}\n```', False),
+        ('```json\n{"a": 1}', False),
+        ("````json\n[1]\n```", False),
+        ("Here it is:\n```json\n[1]\n```", False),
+        ("```python\n[1]\n```", False),
+    ],
+)
+def test_json_in_a_block_of_markdown(said: str, inside: bool) -> None:
+    """Text around the block, an unclosed one or broken JSON in it is no structured answer."""
+    assert recognize(said) == (("fenced_json", None) if inside else None)
+    assert parses(said, "fenced_json") is inside and not parses(said, "json")
+
+
+def test_json_without_its_block_is_another_form() -> None:
+    assert recognize("[1]") == ("json", None)
+    assert not parses("[1]", "fenced_json")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 
 from tuneserve.lm.callforms import Tools, calls_in, form_of
 
-# "json", or one of `callforms.FORMS`.
+# "json", "fenced_json", or one of `callforms.FORMS`.
 Kind = str
+
+# A block of Markdown, and nothing around it: what is in it is what an application reads.
+_FENCE = re.compile(r"(`{3,})(?:json)?[ \t]*\n(?P<inside>.*)\n[ \t]*\1", re.DOTALL | re.IGNORECASE)
 
 
 def recognize(text: str, tools: Tools | None = None) -> tuple[Kind, Tools | None] | None:
@@ -18,16 +22,22 @@ def recognize(text: str, tools: Tools | None = None) -> tuple[Kind, Tools | None
     for known in (tools, None) if tools else (None,):
         if form := form_of(text, known):
             return form, known
-    return ("json", None) if _is_json(text) else None
+    return next(((kind, None) for kind in ("json", "fenced_json") if parses(text, kind)), None)
 
 
 def parses(text: str, kind: Kind, tools: Tools | None = None) -> bool:
     """Whether an answer has the structure it should have."""
-    return _is_json(text) if kind == "json" else bool(calls_in(text, kind, tools))
+    if kind not in ("json", "fenced_json"):
+        return bool(calls_in(text, kind, tools))
+    said = text.rpartition("</think>")[2].strip()
+    if kind == "json":
+        return _is_json(said)
+    block = _FENCE.fullmatch(said)
+    return block is not None and _is_json(block["inside"])
 
 
 def _is_json(text: str) -> bool:
-    stripped = text.rpartition("</think>")[2].strip()
+    stripped = text.strip()
     if stripped[:1] not in ("{", "["):
         return False
     try:
