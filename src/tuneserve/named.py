@@ -6,14 +6,18 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from tuneserve.checkpoint.base import BUILTIN, is_folder
 from tuneserve.checkpoint.basecheck import read_config
 from tuneserve.config import RunFile
 from tuneserve.data.files import check_local
-from tuneserve.errors import ModelError, RunFileError, TuneserveError
+from tuneserve.errors import InputError, ModelError, RunFileError, TuneserveError
+from tuneserve.release.gateway import caddy_binary
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -36,6 +40,45 @@ def check_named(run: RunFile) -> None:
             expected="; ".join(dict.fromkeys(error.expected for error in errors)),
             hint="; ".join(dict.fromkeys(error.hint for error in errors)),
         )
+
+
+def check_tools(run: RunFile) -> None:
+    """Refuse a run whose last stages lack what they run on: hours later is too late.
+
+    Raises:
+        InputError: An interpreter has no vLLM or, for an export, no GPTQModel.
+        ServerError: There is no Caddy.
+    """
+    wanted = [("serve", "vllm", "vLLM")]
+    if any(method != "none" for method in run.quantize.methods):
+        wanted.append(("quantize", "gptqmodel", "GPTQModel"))
+    lost = []
+    for stage, module, name in wanted:
+        python = getattr(run.engines, stage).python
+        if not _has(python or sys.executable, module):
+            who = f"{run.where(f'engines.{stage}.python')}: {python}" if python else sys.executable
+            lost.append(f"{who} has no {name}, which {stage} needs")
+    if lost:
+        raise InputError(
+            "\n  ".join(lost),
+            expected="interpreters that have what their stages run",
+            hint="install it there (`make venv`, with ACCEL=cuda for a GPU), or name the "
+            "interpreter that has it in engines",
+        )
+    caddy_binary()
+
+
+def _has(python: str, module: str) -> bool:
+    """Whether the interpreter finds the module; it is not imported, which takes seconds."""
+    if python == sys.executable:
+        return PathFinder.find_spec(module) is not None
+    code = f"from importlib.machinery import PathFinder as p; print(p.find_spec({module!r}))"
+    try:
+        asked = [python, "-c", code]
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return True  # what is wrong with it is said by who starts it
+    return done.returncode != 0 or done.stdout.strip() != "None"
 
 
 def _errors(run: RunFile) -> Iterator[TuneserveError]:

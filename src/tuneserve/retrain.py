@@ -18,7 +18,7 @@ from tuneserve.calls import StageCall, StageResult, open_store
 from tuneserve.config import RunFile
 from tuneserve.devices import visible_gpus
 from tuneserve.errors import GateRefused, TuneserveError
-from tuneserve.named import check_named
+from tuneserve.named import check_named, check_tools
 from tuneserve.notify import notify, run_command
 from tuneserve.pipeline import Execute, PipelineResult, finetune_to_serve
 from tuneserve.runlock import hold
@@ -94,6 +94,7 @@ def _check_first(run: RunFile, runs: Runs, record: RunRecord) -> None:
     try:
         check_variables(run, os.environ)
         check_named(run)
+        check_tools(run)
     except TuneserveError as error:
         record.started, record.state, record.error = now(), "failed", str(error)
         with runs.recording(record):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ import pytest
 
 from tuneserve.cli import app as cli
 from tuneserve.config import RunFile
-from tuneserve.errors import DataError, ModelError, RunFileError, TuneserveError
-from tuneserve.named import check_named
+from tuneserve.errors import DataError, InputError, ModelError, RunFileError, TuneserveError
+from tuneserve.named import check_named, check_tools
 from tuneserve.plan import plan_run
 from tuneserve.retrain import retrain
 from tuneserve.runfile import load_run_file, parse_run
@@ -150,3 +151,31 @@ def test_validate_and_plan_say_it_too(place: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(DataError, match=f"{path}:4: data.train.0: .*gone.jsonl"):
         cli.validated(run)
     assert not (place / "home").exists()
+
+
+def test_an_interpreter_without_what_its_stage_runs_is_refused_first(place: Path) -> None:
+    """Without its packages (-S) Python has no vLLM and no GPTQModel; nothing was begun."""
+    bare = place / "bare-python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    bare.chmod(0o755)
+    (place / "base").mkdir()
+    (place / "base" / "config.json").write_text('{"model_type": "llama"}')
+    engines = f"engines:\n  serve:\n    python: {bare}\n  quantize:\n    python: {bare}\n"
+    run, path = load(place, "  base: ./base\n", rest=engines)
+    with pytest.raises(InputError) as caught:
+        retrain(run, lambda *_: pytest.fail("a stage begins"))
+    lines = caught.value.message.splitlines()
+    assert lines[0] == f"{path}:9: engines.serve.python: {bare} has no vLLM, which serve needs"
+    assert lines[1].strip() == (
+        f"{path}:11: engines.quantize.python: {bare} has no GPTQModel, which quantize needs"
+    )
+    (record,) = Runs().all()
+    assert record.state == "failed" and sorted(os.listdir(place / "home")) == ["runs"]
+
+
+def test_only_what_a_run_needs_is_looked_for(place: Path) -> None:
+    bare = place / "bare-python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    bare.chmod(0o755)
+    rest = f"engines:\n  quantize:\n    python: {bare}\nquantize:\n  methods: [none]\n"
+    check_tools(load(place, "  base: org/name\n", rest=rest)[0])
