@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+import shutil
+import subprocess
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 # The first compute capability whose matrix units multiply bfloat16 (Ampere). Cards before it, such
 # as T4, V100 and RTX 20, compute in float16.
@@ -12,6 +17,7 @@ BF16_CAPABILITY = (8, 0)
 # Families whose activations outgrow float16; such cards compute them in float32, and so does vLLM
 # there (0.32, `vllm/config/model.py`).
 FLOAT32_FAMILIES = frozenset({"gemma2", "gemma3", "gemma3_text", "glm4"})
+_SMI_SECONDS = 20
 _DRIVER_CARDS = Path("/proc/driver/nvidia/gpus")
 _UUID = re.compile(r"^GPU UUID:\s*(GPU-[0-9a-fA-F-]+)\s*$", re.MULTILINE)
 
@@ -50,3 +56,27 @@ def card_ids() -> list[str]:
         return next((uuid for uuid in uuids if uuid.startswith(name)), name)
 
     return [id_of(name) for name in visible_gpus()]
+
+
+def ask_driver(query: str, *, silent: bool = False) -> list[list[str]]:
+    """Rows of `nvidia-smi`, cell by cell; none without a GPU, or where the driver does not answer.
+
+    Args:
+        query: Such as ``--query-gpu=name,memory.total``.
+        silent: Whether no answer needs no word.
+    """
+    if not shutil.which("nvidia-smi"):
+        return []
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", query, "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=_SMI_SECONDS,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        if not silent:
+            log.warning("nvidia-smi did not answer (%s); going on as without a GPU", error)
+        return []
+    return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line]

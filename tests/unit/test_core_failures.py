@@ -140,7 +140,7 @@ def test_every_other_raise_says_what_was_expected() -> None:
 DOCUMENTED: list[tuple[list[str], int, str, str]] = [
     (["plan", "nowhere.yaml"], 2, "nowhere.yaml: cannot be read", "check the path"),
     (["plan", "broken.yaml"], 2, "broken.yaml:3:1", "mend the line"),
-    (["plan", "twice.yaml"], 2, "the key 'name' occurs twice", "mend the line"),
+    (["plan", "twice.yaml"], 2, "the key 'name' occurs twice", "keep one of the two"),
     (["plan", "wrong.yaml"], 2, "2 fields are wrong", "mend the fields"),
     (["plan", "no-base.yaml"], 2, "there is no such folder", "mend model.base"),
     (["plan", "long.yaml"], 2, "over the model's context", "mend the fields"),

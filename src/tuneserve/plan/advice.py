@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tuneserve.config import RunFile
-from tuneserve.errors import RunFileError
 from tuneserve.plan.arch import Arch
 from tuneserve.plan.constants import Constants
 from tuneserve.plan.machine import Machine
@@ -99,7 +98,7 @@ def later_advice(
     stages: Mapping[str, StagePlan],
     machine: Machine,
     served_tokens: int,
-    replan: Callable[[RunFile], Mapping[str, StagePlan]],
+    replan: Callable[[RunFile], Mapping[str, StagePlan] | None],
 ) -> list[Advice]:
     """The same for the stages after training, each change planned like a run file that has it.
 
@@ -108,7 +107,7 @@ def later_advice(
         stages: As planned.
         machine: Where.
         served_tokens: Longest chat of the server that was planned.
-        replan: The stages of another run file; raises `RunFileError` where that could not work.
+        replan: The stages of another run file; None where that would be refused.
     """
     found: list[Advice] = []
     for stage in (stage for stage in stages.values() if stage.name != "train" and not stage.fits):
@@ -133,17 +132,17 @@ def _first_that_fits(
     field: str,
     values: list[Any],
     why: str,
-    replan: Callable[[RunFile], Mapping[str, StagePlan]],
+    replan: Callable[[RunFile], Mapping[str, StagePlan] | None],
 ) -> Advice | None:
     """The mildest value that is enough, else the strongest; None where none saves anything."""
     best = None
     section, _, name = field.partition(".")
     for value in values:
         changed = getattr(run, section).model_copy(update={name: value})
-        try:
-            then = replan(run.model_copy(update={section: changed}))[stage.name]
-        except RunFileError:
+        stages = replan(run.model_copy(update={section: changed}))
+        if stages is None:
             continue
+        then = stages[stage.name]
         room = (then.available_bytes or 0) - (stage.available_bytes or 0)  # that is won
         saves = stage.peak.needed_bytes - then.peak.needed_bytes + room
         if saves >= _WORTH_BYTES:

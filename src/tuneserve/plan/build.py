@@ -199,9 +199,9 @@ def plan_for(
             constants=constants,
         )
 
-    def replan(changed: RunFile) -> Mapping[str, StagePlan]:
+    def replan(changed: RunFile) -> Mapping[str, StagePlan] | None:
         if problems(changed, arch, data, gpu=on_gpu, gpus=machine.gpus, bf16=bf16):
-            raise RunFileError("it would be refused")
+            return None
         return plan_stages(changed, arch, data, machine, constants).stages
 
     advice += later_advice(run, staged.stages, machine, staged.serving.max_model_len, replan)

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tuneserve.cpu import has_bf16
-from tuneserve.devices import BF16_CAPABILITY
+from tuneserve.devices import BF16_CAPABILITY, ask_driver
 from tuneserve.places import run_root
 
-log = logging.getLogger(__name__)
-
 _MIB = 2**20
-_SMI_SECONDS = 20
 
 
 @dataclass(frozen=True)
@@ -123,14 +118,14 @@ def visible_cards(environment: Mapping[str, str] = os.environ) -> list[Gpu]:
     """The cards that CUDA would show, in its order, by `nvidia-smi`."""
     asked = "--query-gpu=index,uuid,name,memory.total,memory.free"
     # Drivers before 510 do not know the last field, and answer nothing at all.
-    rows = _smi(f"{asked},compute_cap", silent=True) or _smi(asked)
+    rows = ask_driver(f"{asked},compute_cap", silent=True) or ask_driver(asked)
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         wanted = [name.strip() for name in visible.split(",") if name.strip()]
         rows = [r for name in wanted for r in rows if r[0] == name or r[1].startswith(name)]
     if not rows:
         return []
-    held = _smi("--query-compute-apps=gpu_uuid,pid,process_name,used_memory")
+    held = ask_driver("--query-compute-apps=gpu_uuid,pid,process_name,used_memory")
     return [
         Gpu(
             name,
@@ -145,7 +140,7 @@ def visible_cards(environment: Mapping[str, str] = os.environ) -> list[Gpu]:
 
 def driver_version() -> str | None:
     """Version of NVIDIA's driver, such as ``580.65.06``; None where none answers."""
-    found = [row[0] for row in _smi("--query-gpu=driver_version")]
+    found = [row[0] for row in ask_driver("--query-gpu=driver_version")]
     return found[0] if found and found[0][:1].isdigit() else None
 
 
@@ -162,24 +157,6 @@ def _capability(text: str = "") -> tuple[int, int] | None:
 
 def _mib(text: str) -> int:
     return int(text) * _MIB if text.isdigit() else 0  # "[N/A]" inside some containers
-
-
-def _smi(query: str, *, silent: bool = False) -> list[list[str]]:
-    if not shutil.which("nvidia-smi"):
-        return []
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", query, "--format=csv,noheader,nounits"],
-            capture_output=True,
-            text=True,
-            timeout=_SMI_SECONDS,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        if not silent:
-            log.warning("nvidia-smi did not answer (%s); planning without a GPU", error)
-        return []
-    return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line]
 
 
 def _is_ours(pid: int) -> bool:

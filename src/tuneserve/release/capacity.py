@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import logging
 import math
-import shutil
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tuneserve.config import ServeSection
+from tuneserve.devices import ask_driver
 from tuneserve.errors import ModelError, OutOfMemory, ResourceError, RunFileError
 from tuneserve.parallel import key_value_share, tensor_parallel_problems
 from tuneserve.plan.machine import visible_cards
@@ -274,21 +273,11 @@ def _gpu_memory(gpus: int) -> FreeMemory | None:
 def device_memory_bytes(pids: Sequence[int]) -> int:
     """Memory of all GPUs that these processes hold; 0 without a GPU, or where the driver does not
     show processes (inside most containers)."""
-    if not shutil.which("nvidia-smi"):
-        return 0
-    rows = _smi("--query-compute-apps=pid,used_memory")
-    return sum(int(mib) * 2**20 for pid, mib in rows if int(pid) in pids and mib.isdigit())
-
-
-def _smi(query: str) -> list[list[str]]:
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", query, "--format=csv,noheader,nounits"],
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [[part.strip() for part in line.split(",")] for line in done.stdout.splitlines() if line]
+    held = (
+        (row[0], row[-1]) for row in ask_driver("--query-compute-apps=pid,used_memory", silent=True)
+    )
+    return sum(
+        int(mib) * 2**20
+        for pid, mib in held
+        if pid.isdigit() and int(pid) in pids and mib.isdigit()
+    )
