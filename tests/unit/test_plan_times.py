@@ -119,10 +119,10 @@ def test_what_nobody_measured_has_no_time() -> None:
 
 
 def test_evaluating_a_7b_by_hand() -> None:
-    """Three models of 15.2 GB; 32,768 tokens thrice for losses at 14 % of the rate, five times at
-    8 %: base, adapter, merged, merged and rounded, and last answers twice by base and merged."""
+    """Three models of 15.2 GB; 32,768 tokens twice for losses at 14 % of the rate, four times at
+    8 %: base, adapter, merged, merged and rounded, and last answers by base and merged."""
     one = 2 * 32768 * (LINEAR + 152064 * 3584) / H200
-    by_hand = 19 + 3 * BYTES / 1.46e9 + 3 * one / 0.14 + 5 * one / 0.08
+    by_hand = 19 + 3 * BYTES / 1.46e9 + 2 * one / 0.14 + 4 * one / 0.08
     assert evaluate_seconds(ARCH, STEP, H200, 32768) == pytest.approx(by_hand, rel=1e-6)
     # As measured: 3.3 s for losses and 5.8 s for scores.
     assert one / 0.14 == pytest.approx(3.3, rel=0.05) and one / 0.08 == pytest.approx(5.8, rel=0.05)
@@ -171,7 +171,7 @@ def test_the_demo_as_measured(tmp_path: Path) -> None:
     measured = {"train": 120, "merge": 8, "quantize": 42, "serve": 23}
     for name, seconds in measured.items():
         assert found.stages[name] == pytest.approx(seconds, rel=0.2), name
-    # 18 s were 24 rows and four passes; it is planned for up to 64 rows, and eight passes.
+    # 18 s were 24 rows and four passes; it is planned for up to 64 rows, and six passes.
     assert 18 <= (found.stages["evaluate"] or 0) <= 18 * 64 / 24
     assert found.line() == "in all about 4 min, of which train 2 min"
     table = planned(machine).to_json()["table"]
@@ -196,7 +196,7 @@ def test_the_plan_says_the_whole_run(tmp_path: Path) -> None:
     assert data["seconds"] == pytest.approx(sum(seconds.values()), rel=0.05)
     # 40 rows, a tenth of the whole held out beside them: 4 rows of 1,792 tokens are scored.
     one = 2 * 4 * 1792 * (LINEAR + 152064 * 3584) / H200
-    by_hand = 19 + 31.3 + 3 * one / 0.14 + 5 * one / 0.08
+    by_hand = 19 + 31.3 + 2 * one / 0.14 + 4 * one / 0.08
     assert seconds["evaluate"] == pytest.approx(by_hand, rel=0.05)
     unknown = plan_for(file, base_dir=tmp_path, machine=machine).to_json()
     assert unknown["seconds"] is None and unknown["stages"]["train"]["seconds"] is None

@@ -14,9 +14,10 @@ import numpy.typing as npt
 
 from tuneserve.evaluate.answers import answers_in
 from tuneserve.lm.rows import IGNORED, Rows
+from tuneserve.lm.scores import TopScores
 
 
-def misplaced(rows: Rows, chosen: Sequence[int]) -> tuple[Rows, Rows]:
+def misplaced(rows: Rows, chosen: Sequence[int]) -> tuple[list[int], Rows, Rows]:
     """The last answer of each chosen row, where it belongs and behind what comes before another's.
 
     The other is of another conversation, has another last answer, and as many answers before it
@@ -24,8 +25,8 @@ def misplaced(rows: Rows, chosen: Sequence[int]) -> tuple[Rows, Rows]:
     longer than the longest chosen one; what is too long loses its beginning.
 
     Returns:
-        The rows with only that answer supervised, and the same answers behind other beginnings.
-        Rows for which there is no other are left out of both.
+        Places in `chosen` for which there is another, their rows with only that answer supervised,
+        and the same answers behind other beginnings.
     """
     spans = [answers_in(rows.row(at)[1]) for at in chosen]
     said = [rows.row(at)[0][slice(*span[-1])] for at, span in zip(chosen, spans, strict=True)]
@@ -40,7 +41,19 @@ def misplaced(rows: Rows, chosen: Sequence[int]) -> tuple[Rows, Rows]:
     for place, other in kept:
         room = longest - len(said[place])
         moved.append((begun[other][max(0, len(begun[other]) - room) :], said[place]))
-    return _rows(home, names), _rows(moved, names)
+    return [place for place, _ in kept], _rows(home, names), _rows(moved, names)
+
+
+def last_nats(
+    scores: TopScores, places: Sequence[int], tokens: Sequence[int]
+) -> npt.NDArray[np.float64]:
+    """Summed nats of the last so many supervised `tokens` of rows, by their `places` in scores."""
+    ends = scores.starts[1:][list(places)]
+    found = [
+        -scores.actual[end - count : end].astype(np.float64).sum()
+        for end, count in zip(ends, tokens, strict=True)
+    ]
+    return np.array(found, np.float64)
 
 
 def _rows(

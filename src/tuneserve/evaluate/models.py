@@ -16,7 +16,7 @@ import torch
 
 from tuneserve.errors import AdapterError
 from tuneserve.evaluate import answers
-from tuneserve.evaluate.misplaced import misplaced
+from tuneserve.evaluate.misplaced import last_nats, misplaced
 from tuneserve.evaluate.rounding import round_to_nearest
 from tuneserve.lm import hardware
 from tuneserve.lm.fused_head import add_fused_head
@@ -64,7 +64,8 @@ def measure(context: StageContext, rows: Rows, chosen: Sequence[int]) -> Found:
     device = hardware.device()
     dataset = context.inputs["dataset"].path
     found = Found()
-    home, moved = misplaced(rows, chosen)
+    places, home, moved = misplaced(rows, chosen)
+    tokens = home.supervised()
     found.questions["source"] = list(home.sources)
     clock = Clock()
     with Progress("evaluate", total=4 * len(chosen), unit="row") as progress:
@@ -73,7 +74,13 @@ def measure(context: StageContext, rows: Rows, chosen: Sequence[int]) -> Found:
         said = functools.partial(progress.advance, detail="base")
         found.sums["base"] = row_losses(model, rows, chosen, done=said).sums
         if len(home):
-            own, other = (row_losses(model, part, range(len(part))).sums for part in (home, moved))
+            own = found.sums["base"][places]
+            # Of rows with several answers the last one's own loss is not known yet.
+            whole = rows.supervised()[[chosen[place] for place in places]]
+            several = np.flatnonzero(tokens != whole).tolist()
+            if several:
+                own[several] = row_losses(model, home, several).sums
+            other = row_losses(model, moved, range(len(moved))).sums
             found.questions["base"] = {"own": own.tolist(), "other": other.tolist()}
         clock.lap("losses of the base")
         found.samples = answers.samples(model, dataset)
@@ -95,9 +102,8 @@ def measure(context: StageContext, rows: Rows, chosen: Sequence[int]) -> Found:
         found.sums["merged"] = found.merged.nats()
         clock.lap("scores of the merged model")
         if len(home):
-            own, other = (
-                row_scores(model, part, range(len(part))).nats() for part in (home, moved)
-            )
+            own = last_nats(found.merged, places, tokens.tolist())
+            other = row_scores(model, moved, range(len(moved))).nats()
             found.questions["merged"] = {"own": own.tolist(), "other": other.tolist()}
         clock.lap("answers behind other questions")
         most = context.run.gates.structured_answers

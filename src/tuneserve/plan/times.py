@@ -33,9 +33,9 @@ _CPU_TRAIN_AROUND = 45.0
 # Scoring 32,768 tokens: 5.8 s, and 3.3 s for losses alone, where 2 operations a weight and token
 # would take 0.47 s at the card's peak.
 _SCORE_SHARE, _LOSS_SHARE = 0.08, 0.14
-# Passes: adapter, merged, merged and rounded; the base gives losses alone. Last answers come twice
-# more by base and merged model, behind their own question and behind another.
-_SCORED, _LOST = 5, 3
+# Passes: adapter, merged, merged and rounded; the base gives losses alone. Base and merged model
+# see last answers once more, behind another question.
+_SCORED, _LOST = 4, 2
 _EVALUATED = 3  # models that are loaded
 # GPTQ of 12 layers of a 7B on 16,384 tokens: 30.2 s (`quantize_h200_gptq.json`); another 32,768
 # tokens added 0.6 s a layer, a tenth of the card's peak. The rest is for columns, one by one.
