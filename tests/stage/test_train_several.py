@@ -28,8 +28,9 @@ from train_rows import IGNORED, make_context
 from tuneserve.artifacts import Artifact
 from tuneserve.errors import AdapterError, DataError, OutOfMemory, StageKilled
 from tuneserve.stages import StageContext
-from tuneserve.train import launch, rank
+from tuneserve.train import launch
 from tuneserve.train.checkpoints import SEAL
+from tuneserve.train.job import job_of
 from tuneserve.train.stage import run
 
 pytestmark = pytest.mark.usefixtures("one_thread", "float32_ranks")
@@ -195,9 +196,10 @@ def test_the_call_after_a_smoke_step_that_failed_on_one_rank_begins_at_the_top(
 _STAGE = """
 import json, logging, sys
 from pathlib import Path
-from tuneserve.train import rank, stage
+from tuneserve.train import stage
+from tuneserve.train.job import context_of
 logging.basicConfig(level=logging.INFO)
-stage.run(rank._context(json.loads(Path(sys.argv[1]).read_text())))
+stage.run(context_of(json.loads(Path(sys.argv[1]).read_text())))
 """
 
 
@@ -209,7 +211,7 @@ def test_no_rank_outlives_the_stage(
 ) -> None:
     context = several(tmp_path, pico_model, dataset, max_steps=10**6, save_steps=10**6)
     job = tmp_path / "job.json"
-    job.write_text(json.dumps(rank.job_of(context)))
+    job.write_text(json.dumps(job_of(context)))
     command = [sys.executable, "-c", _STAGE, str(job)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
         try:

@@ -24,8 +24,8 @@ from tuneserve.errors import (
 from tuneserve.runfile import parse_run
 from tuneserve.stages import StageContext
 from tuneserve.train import launch, rank, stage
+from tuneserve.train.job import context_of, job_of
 from tuneserve.train.memory import of_ranks
-from tuneserve.train.rank import _context, job_of
 
 LOST = {"crash": "RuntimeError: Connection closed by peer", "errno": None}
 OURS = {"error": DataError("row 7 is bad", hint="mend it").to_json()}
@@ -261,7 +261,7 @@ def test_a_job_survives_the_way_to_a_rank(tmp_path: Path) -> None:
         tmp_path / "out", tmp_path / "work", {}, {"micro_batch": 2},
     )  # fmt: skip
     job = job_of(context, launcher=os.getpid())
-    assert _context(job) == context and job["launcher"] == os.getpid()
+    assert context_of(job) == context and job["launcher"] == os.getpid()
 
 
 def run_of(**train: Any) -> Any:

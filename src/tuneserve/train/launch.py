@@ -33,7 +33,7 @@ from tuneserve.errors import (
 )
 from tuneserve.process import FROM_OUTSIDE
 from tuneserve.stages import StageContext
-from tuneserve.train.rank import job_of
+from tuneserve.train.job import job_of
 
 log = logging.getLogger(__name__)
 

@@ -17,10 +17,9 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from tuneserve.artifacts import Artifact, write_json_atomic
-from tuneserve.config import RunFile
+from tuneserve.artifacts import write_json_atomic
 from tuneserve.errors import TuneserveError
-from tuneserve.stages import StageContext
+from tuneserve.train.job import context_of
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +61,7 @@ def end_with_launcher(launcher: int) -> None:
 def _train(job: dict[str, Any], rank: int) -> dict[str, Any]:
     from tuneserve.train import stage
 
-    context = _context(job)
+    context = context_of(job)
     stage.prepare_libraries(context.run.train.zero > 0)
     import torch
 
@@ -82,35 +81,6 @@ def _train(job: dict[str, Any], rank: int) -> dict[str, Any]:
         return {"did_not_fit": why, "memory": memory}
     collective.leave()
     return {"metrics": metrics, "memory": memory}
-
-
-def job_of(context: StageContext, **facts: Any) -> dict[str, Any]:
-    """What `_context` reads again, beside the facts of this launch."""
-    return {
-        "run": context.run.model_dump(mode="json"),
-        "base": str(context.base),
-        "inputs": {
-            kind: [artifact.id, str(artifact.path)] for kind, artifact in context.inputs.items()
-        },
-        "out": str(context.out),
-        "work": str(context.work),
-        "settings": dict(context.settings),
-        "hints": dict(context.hints),
-        **facts,
-    }
-
-
-def _context(job: dict[str, Any]) -> StageContext:
-    inputs = {kind: Artifact(id, Path(path), {}) for kind, (id, path) in job["inputs"].items()}
-    return StageContext(
-        RunFile.model_validate(job["run"]),
-        Path(job["base"]),
-        inputs,
-        Path(job["out"]),
-        Path(job["work"]),
-        job["settings"],
-        job["hints"],
-    )
 
 
 def _failed(error: Exception) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from tuneserve.lm.rows import Rows, read_rows
 from tuneserve.plan.several import NCCL_BYTES
 from tuneserve.stages import StageContext
 from tuneserve.stops import ran_out_of_memory, this_attempt, was_stopped
-from tuneserve.train import checkpoints, oom
+from tuneserve.train import checkpoints, launch, oom
 from tuneserve.train.curves import plot_loss, plot_memory, read_curve
 from tuneserve.train.memory import MemoryTimeline, of_ranks
 from tuneserve.train.recipe import OFFLOAD, Recipe, make_recipe
@@ -49,10 +49,8 @@ def run(context: StageContext) -> dict[str, Any]:
         OutOfMemory: Nothing on the ladder fits.
         ResourceError: There are fewer GPUs than `train.gpus`.
     """
-    from tuneserve.train.launch import leave_other_launchers
-
     train = context.run.train
-    leave_other_launchers(train.gpus)
+    launch.leave_other_launchers(train.gpus)
     prepare_libraries(train.zero > 0)
     rows, held_out = read_both(context)
     rung = _start(context, Rung(recipe_of(context, len(rows)), checkpointing_of(context)))
@@ -167,8 +165,6 @@ def _alone(context: StageContext, rows: Rows, held_out: Rows, rung: Rung) -> dic
 
 def _together(context: StageContext, rung: Rung) -> dict[str, Any]:
     """One process a GPU; every rung is a fresh set of processes."""
-    from tuneserve.train import launch
-
     launch.check_gpus(context.run.train.gpus)
     if context.run.train.zero:
         launch.check_deepspeed()
