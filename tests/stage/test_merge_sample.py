@@ -72,6 +72,7 @@ def test_a_wrong_update_is_found(
         return delta * factor, squared
 
     monkeypatch.setattr(TensorMerger, "_delta", wrong)
+    monkeypatch.setattr("tuneserve.merge.tiles.adds_last", lambda *shape: False)
     monkeypatch.setattr("tuneserve.merge.sample.Sampler", InProcessSampler)
     out = tmp_path / "out"
     if factor == 1.0:
@@ -160,6 +161,7 @@ def test_a_missing_update_of_less_than_a_last_place_is_found(
         return delta * 0, squared
 
     monkeypatch.setattr(TensorMerger, "_delta", none)
+    monkeypatch.setattr("tuneserve.merge.tiles.adds_last", lambda *shape: False)
     with pytest.raises(AdapterError, match="merged rows differ") as caught:
         merge_adapter(base, adapter, tmp_path / "out")
     assert len(caught.value.details["tensors"]) == 6

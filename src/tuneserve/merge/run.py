@@ -8,6 +8,7 @@ import importlib
 import json
 import logging
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from tuneserve.artifacts import write_atomic
 from tuneserve.checkpoint.headers import INDEX_NAME
 from tuneserve.errors import AdapterError
+from tuneserve.merge.imports import uncollected
 from tuneserve.merge.journal import JOURNAL_NAME, PART_SUFFIX, PROOF_NAME, Journal
 from tuneserve.merge.plan import MergePlan
 from tuneserve.merge.prepare import BaseWeights, Job, prepare
@@ -192,9 +194,14 @@ def _stream(
 
 def _load_engine() -> None:
     """Start to load torch: it takes seconds, in which bytes can flow already."""
-    threading.Thread(
-        target=importlib.import_module, args=("tuneserve.merge.engine",), daemon=True
-    ).start()
+    # Where torch is loaded, so is more: what the collector is kept from would be others' as well.
+    keep_off = uncollected() if "torch" not in sys.modules else contextlib.nullcontext()
+
+    def load() -> None:
+        with keep_off:
+            importlib.import_module("tuneserve.merge.engine")
+
+    threading.Thread(target=load, daemon=True).start()
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ as shards are finished, and answers go to stdout likewise. Engine file: imports 
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import os
 import subprocess
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tuneserve.checkpoint.headers import TensorInfo, read_header
+from tuneserve.merge.imports import uncollected
 from tuneserve.merge.plan import MergePlan, Output
 
 _SAMPLES = 8
@@ -287,13 +287,11 @@ def _through_nf4(weight: Any, settings: dict[str, Any]) -> Any:
 def _serve() -> None:
     for name in _UNNEEDED:
         sys.modules[name] = None  # type: ignore[assignment] # Python's way to make one absent
-    gc.disable()  # it walks over all that was imported again and again, a quarter of the time
     # The slow imports, while the merge still runs.
-    import peft.tuners.lora  # noqa: F401
-    import transformers.pytorch_utils  # noqa: F401
+    with uncollected():
+        import peft.tuners.lora  # noqa: F401
+        import transformers.pytorch_utils  # noqa: F401
 
-    gc.freeze()
-    gc.enable()
     for name in _UNNEEDED:
         del sys.modules[name]
     for line in sys.stdin:

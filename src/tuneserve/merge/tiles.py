@@ -10,6 +10,7 @@ update.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Callable
@@ -153,7 +154,9 @@ class TensorMerger:
         if self.op.bias:
             assert self.op.bias.bias is not None
             addend = self.adapter.rows(self.op.bias.bias, begin, end) * self.op.bias.scale
-            self._store(weight, self._exact(weight), addend)
+            exact = self._exact(weight)
+            base = self._base(exact)
+            self._store(weight, exact.add_(addend), _squared(addend), base)
         self._check_finite(weight)
 
     def _check_finite(self, weight: torch.Tensor) -> None:
@@ -175,21 +178,25 @@ class TensorMerger:
 
         ||B A||^2 is the sum over (B^T B) * (A A^T), both of the rank's size: no pass over the rows.
         """
-        assert self.lora is not None and self._fixed is not None and self._fixed_gram is not None
+        assert self.lora is not None and self._fixed is not None
         scale = self.lora.scale
         if self._flipped:
             columns = self.adapter.columns(self.lora.a, begin, end)
-            own = _gram(columns)
             product = (self._fixed @ columns).T.mul_(scale)
+            return product, self._product_squared(columns)
+        rows = self.adapter.rows(self.lora.b, begin, end)
+        squared = self._product_squared(rows.T)
+        product = self.scratch.take("delta", (end - begin, self._fixed.shape[1]))
+        if _scales_exactly(scale):
+            torch.mm(rows.mul_(scale), self._fixed, out=product)
         else:
-            rows = self.adapter.rows(self.lora.b, begin, end)
-            own = _gram(rows.T)
-            product = self.scratch.take("delta", (end - begin, self._fixed.shape[1]))
-            if scale >= 1 and math.frexp(scale)[0] == 0.5:  # such a factor scales as exactly
-                torch.mm(rows.mul_(scale), self._fixed, out=product)
-            else:
-                torch.mm(rows, self._fixed, out=product).mul_(scale)
-        return product, scale**2 * float((own * self._fixed_gram).sum())
+            torch.mm(rows, self._fixed, out=product).mul_(scale)
+        return product, squared
+
+    def _product_squared(self, vectors: torch.Tensor) -> float:
+        """Squared norm of the scaled product of the fixed factor and these vectors of the other."""
+        assert self.lora is not None and self._fixed_gram is not None
+        return self.lora.scale**2 * float((_gram(vectors) * self._fixed_gram).sum())
 
     def _exact(self, weight: torch.Tensor) -> torch.Tensor:
         """A float32 copy, also of a weight that is float32 already."""
@@ -198,45 +205,58 @@ class TensorMerger:
     def _add_update(self, weight: torch.Tensor, begin: int, end: int) -> None:
         assert self.lora is not None
         exact = self._exact(weight)
-        delta, squared = self._delta(begin, end)
+        base = self._base(exact)
         if self.lora.magnitude is None:
-            self._store(weight, exact, delta, squared=squared)
+            squared = self._add_product(exact, begin, end)
+            self._store(weight, exact, squared, base)
             return
-        merged = exact + delta
+        merged = exact + self._delta(begin, end)[0]
         if self._factors is None:
             magnitude = self.adapter.rows(self.lora.magnitude, begin, end).view(-1)
             factors = (magnitude / torch.linalg.norm(merged, dim=1)).view(-1, 1)
         else:
             factors = self._factors.view(1, -1)
         merged.mul_(factors)
-        self._store(weight, exact, merged - exact, merged)
+        self._store(weight, merged, _squared(merged - exact), base)
+
+    def _add_product(self, exact: torch.Tensor, begin: int, end: int) -> float:
+        """Add rows of the update to `exact`, in one pass where that gives the same bits; the
+        update's squared norm.
+        """
+        assert self.lora is not None and self._fixed is not None
+        shape = (end - begin, *self._fixed.shape)
+        if self._flipped or not _scales_exactly(self.lora.scale) or not adds_last(*shape):
+            delta, squared = self._delta(begin, end)
+            exact.add_(delta)
+            return squared
+        rows = self.adapter.rows(self.lora.b, begin, end)
+        squared = self._product_squared(rows.T)
+        exact.addmm_(rows.mul_(self.lora.scale), self._fixed)
+        return squared
+
+    def _base(self, before: torch.Tensor) -> float | None:
+        """Squared norm of the weights before a change, where its rounding is measured.
+
+        That is on the first and then on every fourth tile: it takes as many passes over the memory
+        as the merge itself.
+        """
+        return None if self.effect.tiles % _MEASURED_TILES else _squared(before)
 
     def _store(
-        self,
-        weight: torch.Tensor,
-        before: torch.Tensor,
-        delta: torch.Tensor,
-        merged: torch.Tensor | None = None,
-        squared: float | None = None,
+        self, weight: torch.Tensor, exact: torch.Tensor, squared: float, base: float | None
     ) -> None:
-        """Round before + delta into `weight`, and account for what the rounding lost.
+        """Round `exact` into `weight`; account for what that lost where `base` is known.
 
-        Rounding, and how large the change is beside the weights, are measured on the first and then
-        on every fourth tile: it takes as many passes over the memory as the merge itself.
+        `squared` is the squared norm of the change.
         """
-        if squared is None:
-            squared = float(torch.linalg.vector_norm(delta)) ** 2
-        effect = self.effect
-        is_measured = effect.tiles % _MEASURED_TILES == 0
-        if is_measured:
-            effect.base += float(torch.linalg.vector_norm(before)) ** 2
-        exact = before.add_(delta) if merged is None else merged
         weight.copy_(exact)
+        effect = self.effect
         effect.delta += squared
-        if is_measured:
+        if base is not None:
             rounded = self.scratch.take("rounded", weight.shape).copy_(weight)
+            effect.base += base
             effect.measured += squared
-            effect.lost += float(torch.linalg.vector_norm(exact.sub_(rounded))) ** 2
+            effect.lost += _squared(exact.sub_(rounded))
         effect.tiles += 1
 
     def _put_tokens(self, weight: torch.Tensor, begin: int, end: int) -> None:
@@ -267,6 +287,30 @@ class TensorMerger:
             tile = self._exact(read_base(begin, end)).add_(self._delta(begin, end)[0])
             squares += tile.double().square_().sum(0)
         return magnitude / squares.sqrt().float()
+
+
+@functools.cache
+def adds_last(rows: int, rank: int, width: int) -> bool:
+    """Whether `addmm` gives the bits of a product and a sum after it, which is what PEFT does.
+
+    A matrix library may as well begin its sums with what is added to, or take long ones in parts;
+    that is found out on noise, for every shape, as each can have its own way through the library.
+    """
+    noise = torch.Generator().manual_seed(0)
+    shapes = (rows, rank), (rank, width), (rows, width)
+    left, right, weight = (torch.randn(shape, generator=noise) for shape in shapes)
+    expected = torch.mm(left, right).add_(weight)
+    return torch.equal(weight.addmm_(left, right), expected)
+
+
+def _scales_exactly(scale: float) -> bool:
+    """Whether a factor may be scaled in place of the product: powers of two round nothing."""
+    return scale >= 1 and math.frexp(scale)[0] == 0.5
+
+
+def _squared(values: torch.Tensor) -> float:
+    """Squared norm."""
+    return float(torch.linalg.vector_norm(values)) ** 2
 
 
 def _gram(vectors: torch.Tensor) -> torch.Tensor:
