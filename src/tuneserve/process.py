@@ -138,9 +138,12 @@ def _run_once(
         try:
             result = _read_result(call.stage, result_path, status, tail)
         except StageKilled as error:
-            if kernel_kills() > kills:
-                note_memory(attempt)
-                error.details["out_of_memory"] = True
+            if error.details.get("signal") == signal.SIGKILL and kernel_kills() > kills:
+                error.hint = (
+                    "the kernel counted a kill for want of memory meanwhile: free some, or give "
+                    "the stage less to do, then run it again"
+                )
+                error.details["out_of_memory"] = note_memory(attempt)
             raise
     if id:
         made = store.find(id)
@@ -307,6 +310,7 @@ def _read_result(stage: str, path: Path, status: int, tail: list[str]) -> dict[s
             f"stage {stage} {how} without a result; its last lines:\n    "
             + "\n    ".join(tail[-12:]),
             hint=hint or "read the lines above; if they do not help, report them",
+            details={"signal": number} if kind is StageKilled else {},
         ) from error
     if "error" in result:
         raise TuneserveError.from_json(result["error"])

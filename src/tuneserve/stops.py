@@ -18,7 +18,8 @@ from pathlib import Path
 _ATTEMPT_VARIABLE = "TUNESERVE_ATTEMPT"
 _WORK_VARIABLE = "TUNESERVE_WORK"
 _FILE, _MEMORY_FILE = "stopped", "out_of_memory"
-_VMSTAT = Path("/proc/vmstat")
+_PROC = Path("/proc")
+_GROUPS = Path("/sys/fs/cgroup")
 
 
 def new_attempt(work: Path) -> dict[str, str]:
@@ -40,17 +41,23 @@ def note_stop(attempt: Mapping[str, str] | None = None) -> None:
     _note(os.environ if attempt is None else attempt, _FILE)
 
 
-def note_memory(attempt: Mapping[str, str]) -> None:
-    """Note that the kernel killed the attempt, or a process of it, for want of memory."""
-    _note(attempt, _MEMORY_FILE)
+def note_memory(attempt: Mapping[str, str]) -> bool:
+    """Note that the kernel killed the attempt, or a process of it, for want of memory.
+
+    Returns:
+        Whether it was noted: there is nothing to conclude where the attempt had left nothing yet.
+    """
+    return _note(attempt, _MEMORY_FILE)
 
 
-def _note(known: Mapping[str, str], file: str) -> None:
+def _note(known: Mapping[str, str], file: str) -> bool:
     name, work = known.get(_ATTEMPT_VARIABLE), known.get(_WORK_VARIABLE)
     with contextlib.suppress(OSError):
         if name and work and any(Path(work).iterdir()):
             with (Path(work) / file).open("a", encoding="ascii") as stream:
                 stream.write(f"{name}\n")
+            return True
+    return False
 
 
 def was_stopped(work: Path, attempt: str) -> bool:
@@ -71,11 +78,34 @@ def _is_noted(work: Path, attempt: str, file: str) -> bool:
 
 
 def kernel_kills() -> int:
-    """How many processes the kernel has killed for want of memory, of the machine or of a control
-    group, since it started; 0 where it does not count them (Linux before 4.13).
+    """How many processes the kernel has killed for want of memory since it started: of our control
+    group, whichever limit was reached; of the machine where no group counts them.
+
+    0 where nothing does (Linux before 4.13). A container's `/proc/vmstat` counts its neighbours'.
     """
+    for counted in (*_group_counts(), _PROC / "vmstat"):
+        with contextlib.suppress(OSError, ValueError):
+            for line in counted.read_text(encoding="ascii").splitlines():
+                if line.startswith("oom_kill "):
+                    return int(line.split()[1])
+    return 0
+
+
+def _group_counts() -> list[Path]:
+    """Where our control group's kills are counted, or those of a group around it (v1 and v2)."""
     try:
-        lines = _VMSTAT.read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
-    except (OSError, ValueError, StopIteration):
-        return 0
+        lines = (_PROC / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        return []
+    found: list[Path] = []
+    for _, controllers, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root = _GROUPS / "memory" if controllers else _GROUPS
+        name = "memory.oom_control" if controllers else "memory.events"
+        place = root / path.lstrip("/")
+        # Inside a container the path may be the host's; the files then lie at the root.
+        found += [
+            folder / name for folder in (place, *place.parents) if folder.is_relative_to(root)
+        ]
+    return found

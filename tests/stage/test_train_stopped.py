@@ -17,7 +17,7 @@ from tuneserve.calls import StageCall
 from tuneserve.errors import OutOfMemory, StageKilled
 from tuneserve.process import _signal_number, run_stage
 from tuneserve.stages import StageContext
-from tuneserve.stops import new_attempt, note_stop, was_stopped
+from tuneserve.stops import kernel_kills, new_attempt, note_stop, was_stopped
 from tuneserve.train import stage
 
 WAIT_SECONDS = 60
@@ -84,7 +84,7 @@ def test_what_the_kernel_killed_for_memory_goes_on_with_less(
     """At any time, and without another command; while loading no rung would help."""
     vmstat, log = tmp_path / "vmstat", tmp_path / "tried"
     vmstat.write_text("oom_kill 3\n")
-    monkeypatch.setattr("tuneserve.stops._VMSTAT", vmstat)
+    monkeypatch.setattr("tuneserve.stops._PROC", tmp_path)
     settings = {"do": "kernel", "phase": phase, "vmstat": str(vmstat), "tried": str(log)}
     asked = StageCall("train", run_file(tmp_path), pico_model, settings=settings)
     said: list[str] = []
@@ -102,11 +102,73 @@ def test_a_kill_that_the_kernel_did_not_count_is_told(
     tmp_path: Path, pico_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "vmstat").write_text("oom_kill 3\n")
-    monkeypatch.setattr("tuneserve.stops._VMSTAT", tmp_path / "vmstat")
+    monkeypatch.setattr("tuneserve.stops._PROC", tmp_path)
     asked = StageCall("train", run_file(tmp_path), pico_model, settings={"do": "killed"})
     with pytest.raises(StageKilled) as caught:
         run_stage(asked, log_line=lambda line: None)
     assert "out_of_memory" not in caught.value.details and executed(tmp_path) == ["train"]
+    assert caught.value.details["signal"] == signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("number", "out_of_memory"), [(signal.SIGKILL, False), (signal.SIGTERM, None)]
+)
+def test_a_kill_from_which_nothing_follows_is_not_repeated(
+    tmp_path: Path,
+    pico_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    out_of_memory: bool | None,
+) -> None:
+    """Before the training noted anything, the next attempt would be the same; and whoever sends
+    another signal wants an end, whatever else the kernel killed meanwhile.
+    """
+    vmstat = tmp_path / "vmstat"
+    vmstat.write_text("oom_kill 3\n")
+    monkeypatch.setattr("tuneserve.stops._PROC", tmp_path)
+    settings = {"do": "kernel", "phase": "", "vmstat": str(vmstat), "signal": number}
+    asked = StageCall("train", run_file(tmp_path), pico_model, settings=settings)
+    with pytest.raises(StageKilled) as caught:
+        run_stage(asked, log_line=lambda line: None)
+    assert executed(tmp_path) == ["train"] and vmstat.read_text() == "oom_kill 4\n"
+    assert caught.value.details.get("out_of_memory") is out_of_memory
+    assert ("want of memory meanwhile" in caught.value.hint) == (out_of_memory is not None)
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "kills"),
+    [
+        ("0::/job/run\n", {"job/run/memory.events": 2, "job/memory.events": 5}, 2),
+        ("0::/job/run\n", {"job/memory.events": 5}, 5),
+        ("0::/of/the/host\n", {"memory.events": 3}, 3),
+        ("0::/../away\n", {"memory.events": 3}, 3),
+        ("4:memory:/job\n0::/\n", {"memory/job/memory.oom_control": 6}, 6),
+        ("9:cpu,memory:/docker/1\n", {"memory/memory.oom_control": 4, "memory.events": 1}, 4),
+        ("0::/\n", {}, 8),
+        ("2:cpu:/job\n", {"memory/job/memory.oom_control": 6}, 8),
+        ("what?\n", {}, 8),
+        (None, {"memory.events": 3}, 8),
+    ],
+)
+def test_kills_are_those_of_our_control_group(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    groups: str | None,
+    files: dict[str, int],
+    kills: int,
+) -> None:
+    """The machine counts those of every other container too: it is asked last."""
+    (tmp_path / "vmstat").write_text("pgfault 1\noom_kill 8\n")
+    if groups is not None:
+        (tmp_path / "self").mkdir()
+        (tmp_path / "self" / "cgroup").write_text(groups)
+    for name, count in files.items():
+        path = tmp_path / "groups" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"oom 9\nunder_oom 0\noom_kill {count}\noom_group_kill 0\n")
+    monkeypatch.setattr("tuneserve.stops._PROC", tmp_path)
+    monkeypatch.setattr("tuneserve.stops._GROUPS", tmp_path / "groups")
+    assert kernel_kills() == kills
 
 
 def test_a_stop_speaks_of_its_own_attempt_alone(tmp_path: Path) -> None:

@@ -265,6 +265,7 @@ def _error(outcomes: Mapping[int, Mapping[str, Any]], died: Mapping[int, int]) -
                 "ended",
                 hint=(kernel if status == -signal.SIGKILL else "")
                 + "run the same command again: it goes on from the last checkpoint",
+                details={"signal": -status},
             )
     for rank, status in sorted(died.items()):
         if status < 0:
