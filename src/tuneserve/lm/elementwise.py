@@ -8,12 +8,12 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
-import subprocess
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from tuneserve.lm.exhausted import is_out_of_memory
 from tuneserve.lm.fourbit import FourBit
 
 log = logging.getLogger(__name__)
@@ -33,10 +33,17 @@ def has_triton() -> bool:
     """
     if importlib.util.find_spec("triton") is None or not torch.cuda.is_available():
         return False
-    x = torch.zeros((1, 16), device="cuda")
+    x = torch.linspace(-4, 4, 16, device="cuda").view(1, 16)
+    wanted = torch.nn.functional.silu(x) * x
     try:
-        _kernels().silu_mul(x, x, torch.empty_like(x))
-    except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
+        for _ in range(2):  # the second launch is by the compiled form itself
+            found = _kernels().silu_mul(x, x, torch.zeros_like(x))
+            if not torch.allclose(found, wanted, rtol=1e-4, atol=1e-5):
+                raise RuntimeError(f"silu(x) * x came out as {found.tolist()}")
+    # Compilers, drivers and other versions of Triton fail with errors of their own.
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
         log.warning("Triton's kernels cannot be used: torch's are slower (%s)", error)
         return False
     return True

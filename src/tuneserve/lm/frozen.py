@@ -16,6 +16,8 @@ from tuneserve.lm import elementwise
 from tuneserve.lm.fourbit import FourBit
 
 _PROBE_ROWS = 64
+# A launch has a program for each row in the grid's second dimension, which CUDA limits.
+_MOST_ROWS = 65_535
 _ALIGN = 512
 _MOST_VIEWS = 512
 
@@ -177,7 +179,7 @@ def _fast(stored: Tensor, state: Any) -> FourBit | None:
     if not stored.is_cuda or stored.device.index != torch.cuda.current_device():
         return None
     rows, width = (int(size) for size in state.shape)
-    if not elementwise.has_triton() or width % state.blocksize:
+    if rows > _MOST_ROWS or width % state.blocksize or not elementwise.has_triton():
         return None
     import bitsandbytes.functional as bnb
 
