@@ -157,6 +157,10 @@ def test_a_missing_prefix_is_refused_for_a_causal_language_model(tmp_path: Path)
     for path in (tmp_path / "whole").glob("*.safetensors"):
         assert path.read_bytes() == (tmp_path / "bare" / path.name).read_bytes()
     config = json.loads((adapter / "adapter_config.json").read_text())
+    less = {"exclude_modules": r"layers\.1\..*"}  # by the bare model's names
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, **less}))
+    rewrite(adapter, lambda t: [t.pop(k) for k in list(t) if ".layers.1." in k])
+    merge_adapter(base, adapter, tmp_path / "less", sample=False)
     (adapter / "adapter_config.json").write_text(json.dumps({**config, "task_type": "CAUSAL_LM"}))
     with pytest.raises(AdapterError, match=r"the base has no layers\.0\.self_attn\.q_proj"):
         merge_adapter(base, adapter, tmp_path / "out", sample=False)
@@ -169,9 +173,35 @@ def test_a_checkpoint_of_the_bare_model_is_known_by_its_names(tmp_path: Path) ->
     bare = {name.removeprefix("transformer."): value for name, value in values.items()}
     save_file(bare, base / "model.safetensors", {"format": "pt"})
     settings = {"fan_in_fan_out": True, "task_type": "CAUSAL_LM", "modules_to_save": ["lm_head"]}
+    settings["exclude_modules"] = ["transformer.h.0.attn.c_attn"]  # by the running model's name
     config = LoraConfig(r=4, target_modules=["c_attn", "c_proj"], **settings)
     train(load(base), config).save_pretrained(tmp_path / "adapter")
     merge_adapter(base, tmp_path / "adapter", tmp_path / "out", sample=False)
     assert set(load_file(tmp_path / "out" / "model.safetensors")) == {*bare, "lm_head.weight"}
     peft = PeftModel.from_pretrained(load(base), tmp_path / "adapter")
     assert_same_model(tmp_path / "out", peft.merge_and_unload())
+
+
+def test_what_opt_stores_of_its_bare_model(tmp_path: Path) -> None:
+    """From 6.7B on the hub's files begin with decoder, which runs as model.decoder."""
+    base, adapter = light_base(tmp_path / "base"), make_adapter(tmp_path / "adapter")
+    merge_adapter(base, adapter, tmp_path / "plain", sample=False)
+    for path in base.glob("*.safetensors"):
+        save_file({_opt(n, ""): t for n, t in load_file(path).items()}, path, {"format": "pt"})
+    index = base / "model.safetensors.index.json"
+    table = json.loads(index.read_text())
+    table["weight_map"] = {_opt(n, ""): file for n, file in table["weight_map"].items()}
+    index.write_text(json.dumps(table))
+    rewrite(adapter, lambda t: [t.update({_opt(k, "model."): t.pop(k)}) for k in list(t)])
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "task_type": "CAUSAL_LM"}))
+    merge_adapter(base, adapter, tmp_path / "out", sample=False)
+    for path in (tmp_path / "plain").glob("*.safetensors"):
+        theirs = load_file(tmp_path / "out" / path.name)
+        assert all(torch.equal(t, theirs[_opt(n, "")]) for n, t in load_file(path).items())
+
+
+def _opt(name: str, first: str) -> str:
+    return name.replace("model.layers.", f"{first}decoder.layers.").replace(
+        "model.embed_tokens.", f"{first}decoder.embed_tokens."
+    )

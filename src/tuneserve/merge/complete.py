@@ -44,6 +44,7 @@ def missing_parts(
     updated: Collection[str],
     saved: Collection[str],
     pair: Collection[str],
+    running: Callable[[str], str],
 ) -> list[str]:
     """What is missing, each kind in a sentence; empty when nothing is.
 
@@ -53,6 +54,7 @@ def missing_parts(
         updated: Those with a low-rank update.
         saved: Those that come from the adapter whole.
         pair: Embedding and head, which names of targets may mean without finding them.
+        running: What the running model calls a tensor.
     """
     weights = [
         n for n, s in shapes.items() if n.endswith(".weight") and len(s) == 2 and n not in pair
@@ -61,7 +63,7 @@ def missing_parts(
     found = (
         (
             "targets {} modules of the base",
-            untouched_targets([n for n in weights if n not in updated], adapter),
+            untouched_targets([n for n in weights if n not in updated], adapter, running),
         ),
         ("saves {} modules of the base", unsaved_modules(shapes, saved, adapter)),
         ("trains {} biases", unsaved_biases(biases, saved, updated, adapter)),
@@ -74,7 +76,9 @@ def missing_parts(
     ]
 
 
-def untouched_targets(names: Iterable[str], adapter: Adapter) -> list[str]:
+def untouched_targets(
+    names: Iterable[str], adapter: Adapter, running: Callable[[str], str]
+) -> list[str]:
     """Which weights without an update are on modules that PEFT would have given one.
 
     Some models store every expert, and hold them as one tensor when they run: no module is there
@@ -84,7 +88,7 @@ def untouched_targets(names: Iterable[str], adapter: Adapter) -> list[str]:
     if targets is None:
         return []
     has_experts = any(_EXPERT.search(module) for module in adapter.loras)
-    modules = ((n, n.removesuffix(".weight")) for n in names)
+    modules = ((n, running(n).removesuffix(".weight")) for n in names)
     return [n for n, m in modules if targets(m) and (has_experts or not _EXPERT.search(m))]
 
 

@@ -8,7 +8,7 @@ from tuneserve.checkpoint.headers import Checkpoint
 from tuneserve.merge.adapter import Adapter
 
 # What transformers calls the bare model inside of a causal language model (base_model_prefix).
-_BARE_MODELS = frozenset({"model", "transformer", "gpt_neox", "backbone", "decoder", "rwkv"})
+_BARE_MODELS = frozenset({"model", "transformer", "gpt_neox", "backbone", "rwkv"})
 
 
 def locator(base: Checkpoint, adapter: Adapter) -> Callable[[str], str]:
@@ -33,6 +33,21 @@ def locator(base: Checkpoint, adapter: Adapter) -> Callable[[str], str]:
         return spelled if spelled in base.tensors else name
 
     return locate
+
+
+def runner(pairs: Iterable[tuple[str, str]]) -> Callable[[str], str]:
+    """What the running model calls the tensors of the base's files: the rule of `locator` again.
+
+    Args:
+        pairs: Names of the running model, each with the one that `locator` found for it.
+    """
+    for name, stored in pairs:
+        if name.endswith(f".{stored}"):
+            return _with_prefix(name.removesuffix(f".{stored}"))
+        if stored.endswith(f".{name}"):
+            begin = stored.removesuffix(name)
+            return lambda name: name.removeprefix(begin)
+    return lambda name: name
 
 
 def _with_prefix(prefix: str) -> Callable[[str], str]:

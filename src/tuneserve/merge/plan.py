@@ -16,7 +16,7 @@ from tuneserve.checkpoint.headers import DTYPE_BITS, Checkpoint, Shard, TensorIn
 from tuneserve.errors import AdapterError
 from tuneserve.merge.adapter import FLOAT_DTYPES, Adapter, Lora
 from tuneserve.merge.complete import is_loaded, missing_parts
-from tuneserve.merge.names import locator
+from tuneserve.merge.names import locator, runner
 from tuneserve.merge.ties import Ties, find_ties
 
 # Architectures of transformers whose linear layers are Conv1D: the weight is stored as (in, out).
@@ -339,7 +339,9 @@ class _Planner:
             saved |= pair
         loaded = filter(is_loaded(self.config, self.ties.embedding), self.shapes)
         shapes = {name: self.shapes[name] for name in loaded}
-        self.problems += missing_parts(self.adapter, shapes, updated, saved, pair)
+        names = [f"{m}.weight" for m in self.adapter.loras]
+        running = runner((name, stored) for name in names if (stored := self.find(name)))
+        self.problems += missing_parts(self.adapter, shapes, updated, saved, pair, running)
 
     def check_grown(self) -> None:
         """A vocabulary that grew must have its new rows in the embedding and in the head."""
