@@ -72,6 +72,7 @@ def ask_driver(query: str, *, silent: bool = False) -> list[list[str]]:
             ["nvidia-smi", query, "--format=csv,noheader,nounits"],
             capture_output=True,
             text=True,
+            errors="replace",  # other users' processes are called as they like
             timeout=_SMI_SECONDS,
             check=True,
         )

@@ -13,7 +13,14 @@ import pytest
 from tuneserve.config import RunFile
 from tuneserve.errors import RunFileError
 from tuneserve.plan.arch import Arch, Linear, arch_from_config
-from tuneserve.plan.checks import QUANTIZABLE, exportable, problems, target_linears, warnings
+from tuneserve.plan.checks import (
+    QUANTIZABLE,
+    exportable,
+    problems,
+    target_linears,
+    warnings,
+    whole_linears,
+)
 from tuneserve.plan.rows import DataShape, data_shape, data_shape_from_metrics
 from tuneserve.quantize.checks import kernel_problems
 from tuneserve.quantize.support import gptqmodel_types
@@ -112,6 +119,18 @@ def test_no_layer_is_trained_whole_and_by_an_adapter() -> None:
     assert problem.startswith("train.lora.target_modules: q_proj is in modules_to_save as well")
     every = {"lora": {"modules_to_save": ["q_proj"]}, "method": "lora"}  # all others, that is
     assert found(run(train=every)) == []
+    inner = {**lora("self_attn.q_proj", modules_to_save=["q_proj"]), "method": "lora"}
+    assert len(found(run(train=inner))) == 1
+
+
+def test_one_layer_is_trained_whole_and_the_others_by_adapters() -> None:
+    one = ["layers.3.self_attn.q_proj", "layers.5.self_attn.q_proj"]
+    some = run(train={**lora("q_proj", modules_to_save=one), "method": "lora"})
+    assert found(some) == []
+    [whole] = whole_linears(some, arch())
+    every = run(train={"lora": {"modules_to_save": [*one, "q_proj"]}, "method": "lora"})
+    [all_of_them] = whole_linears(every, arch())
+    assert (whole.count, all_of_them.count) == (2, arch().layers)
 
 
 def test_lengths_within_the_context() -> None:

@@ -50,6 +50,12 @@ def test_visible_card_and_its_processes(smi: Path, visible: str) -> None:
     assert gone.used_bytes == 0 and gpu.foreign == gpu.processes
 
 
+def test_a_process_that_is_called_in_no_known_encoding(smi: Path) -> None:
+    smi.write_bytes(smi.read_bytes().replace(b"/usr/bin/python3", b"/usr/bin/\xff3"))
+    gpu = first_gpu({"CUDA_VISIBLE_DEVICES": "1"})
+    assert gpu is not None and gpu.processes[0].used_bytes == 10000 * MIB
+
+
 def test_of_several_cards_the_fullest_decides(
     smi: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 
 from tuneserve.config import RunFile
 from tuneserve.devices import FLOAT32_FAMILIES
@@ -103,9 +104,21 @@ def target_linears(run: RunFile, arch: Arch) -> tuple[Linear, ...]:
 
 
 def whole_linears(run: RunFile, arch: Arch) -> tuple[Linear, ...]:
-    """The linear layers that `train.lora.modules_to_save` trains whole: copies of the base's."""
-    names = {name.rsplit(".", 1)[-1] for name in run.train.lora.modules_to_save}
-    return tuple(linear for linear in arch.linears if linear.name in names)
+    """The linear layers that `train.lora.modules_to_save` trains whole: copies of the base's.
+
+    A name with a number in it, such as ``layers.3.mlp.up_proj``, is one layer's.
+    """
+    found = []
+    for linear in arch.linears:
+        names = [
+            name.split(".")
+            for name in run.train.lora.modules_to_save
+            if name.rsplit(".", 1)[-1] == linear.name
+        ]
+        if all(any(part.isdigit() for part in parts) for parts in names):
+            linear = replace(linear, count=min(len(names), linear.count))
+        found += [linear] if names else []
+    return tuple(found)
 
 
 def _adapter_problems(run: RunFile, arch: Arch) -> list[str]:
@@ -133,7 +146,7 @@ def _adapter_problems(run: RunFile, arch: Arch) -> list[str]:
         f"train.lora.target_modules: {name} is in modules_to_save as well, by which it is trained "
         "whole and gets no adapter; list it in one of the two"
         for name in wanted
-        if name.rsplit(".", 1)[-1] in {whole.rsplit(".", 1)[-1] for whole in lora.modules_to_save}
+        if any(f".{name}".endswith(f".{whole}") for whole in lora.modules_to_save)
     ]
     known = (*arch.linear_names(), *HEADS, *EMBEDDINGS)
     for name in lora.modules_to_save:
