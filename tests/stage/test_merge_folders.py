@@ -211,6 +211,13 @@ def test_a_proof_that_cannot_be_used_is_said(
         merge_adapter(base, adapter, out, sample=False)
 
 
+def test_a_place_that_cannot_be_looked_at(base: Path, adapter: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"cannot be looked at \(File name too long\)"):
+        merge_adapter(base, adapter, tmp_path / ("x" * 300), sample=False)
+    with pytest.raises(InputError, match="cannot be looked at"):
+        merge_adapter(base, adapter, tmp_path / ("x" * 300) / "out", in_memory=True)
+
+
 @pytest.mark.parametrize(
     "name", ["quantize_config.json", "quant_config.json", "hf_quant_config.json"]
 )
@@ -218,6 +225,11 @@ def test_a_base_that_only_a_file_beside_it_calls_quantized(
     name: str, base: Path, adapter: Path, tmp_path: Path
 ) -> None:
     (base / name).write_text('{"bits": 4}')
+    merge_adapter(base, adapter, tmp_path / "plain", sample=False)  # it is of 16 bits all the same
+    path = next(iter(base.glob("*.safetensors")))
+    tensors = load_file(path)
+    changed = next(n for n in tensors if n.endswith("norm.weight"))
+    save_file({**tensors, changed: tensors[changed].int()}, path, {"format": "pt"})
     with pytest.raises(ModelError, match=rf"its weights are quantized \({name}\)"):
         merge_adapter(base, adapter, tmp_path / "out", sample=False)
     assert not (tmp_path / "out").exists()

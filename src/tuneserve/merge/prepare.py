@@ -97,7 +97,15 @@ def refuse_no_folder(out: Path) -> None:
         InputError: The folder cannot be written to.
     """
     for path in (out, *out.parents):
-        if path.is_dir():
+        try:
+            is_folder = path.is_dir()
+        except OSError as error:  # no way in, or a name that no disk takes
+            raise InputError(
+                f"{path}: cannot be looked at ({error.strerror})",
+                expected="a folder that this user may write to",
+                hint="choose another folder for --out",
+            ) from error
+        if is_folder:
             if os.access(path, os.W_OK | os.X_OK) or (out / PROOF_NAME).exists():
                 return
             raise InputError(
@@ -140,7 +148,7 @@ def refuse_quantized(base: Path, config: Mapping[str, Any]) -> None:
     names = ("quantization_config", "compression_config")
     settings = next((part[name] for part in parts for name in names if part.get(name)), None)
     files = [name for name in _QUANTIZED_BESIDE if (base / name).is_file()]
-    if settings or files:
+    if settings or (files and _is_packed(base)):
         named = settings.get("quant_method") if isinstance(settings, dict) else None
         method = named or ", ".join(files) or "?"
         raise ModelError(
@@ -149,6 +157,12 @@ def refuse_quantized(base: Path, config: Mapping[str, Any]) -> None:
             hint="a merge into quantized weights would round the adapter away: pass the original "
             "16-bit model, and quantize the result",
         )
+
+
+def _is_packed(base: Path) -> bool:
+    """Whether any tensor holds codes instead of numbers; such a file may have stayed behind."""
+    dtypes = {info.dtype for info in Checkpoint.open(base).tensors.values()}
+    return any(dtype in ("I32", "I8", "U8") or dtype.startswith("F8") for dtype in dtypes)
 
 
 def check_fingerprint(
