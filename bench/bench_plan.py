@@ -25,7 +25,8 @@ from typing import Any
 
 from tuneserve.artifacts import write_json_atomic
 from tuneserve.plan.arch import Arch, arch_from_config
-from tuneserve.plan.memory import Step, train_peak
+from tuneserve.plan.memory import train_peak
+from tuneserve.plan.trainstep import Step
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30

@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from tuneserve.plan.arch import arch_from_config
-from tuneserve.plan.memory import Step, _attention_bytes, saved_bytes_per_token
+from tuneserve.plan.memory import _attention_bytes, saved_bytes_per_token
+from tuneserve.plan.trainstep import Step
 
 TOKENS = 64
 # Counts storages that autograd keeps, parameters excepted, for three and for two blocks: the

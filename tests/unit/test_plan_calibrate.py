@@ -13,7 +13,8 @@ from tuneserve.errors import RunFileError
 from tuneserve.plan import calibrate
 from tuneserve.plan.arch import arch_from_config
 from tuneserve.plan.constants import DEFAULT, MIB, Constants
-from tuneserve.plan.memory import Step, train_peak
+from tuneserve.plan.memory import train_peak
+from tuneserve.plan.trainstep import Step
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = {

@@ -22,9 +22,9 @@ from tuneserve.plan.constants import DEFAULT, LARGE_GPU_BYTES, for_card
 from tuneserve.plan.host import export_host, power_of_two, train_host
 from tuneserve.plan.later import quantize_peak
 from tuneserve.plan.machine import Gpu, Machine
-from tuneserve.plan.memory import Step
 from tuneserve.plan.rows import DataShape
 from tuneserve.plan.stage import refuse
+from tuneserve.plan.trainstep import Step
 from tuneserve.release import capacity
 from tuneserve.runfile import parse_run
 

@@ -18,7 +18,8 @@ from tuneserve.plan.later import (
     served_weight_bytes,
     serving,
 )
-from tuneserve.plan.memory import Step, saved_bytes_per_token, train_peak, with_micro_batch
+from tuneserve.plan.memory import saved_bytes_per_token, train_peak
+from tuneserve.plan.trainstep import Step, with_micro_batch
 from tuneserve.runfile import parse_run
 
 GIB = 2**30

@@ -14,7 +14,6 @@ from tuneserve.config import RunFile
 from tuneserve.plan.arch import arch_from_config
 from tuneserve.plan.build import Plan, plan_for
 from tuneserve.plan.machine import Gpu, Machine
-from tuneserve.plan.memory import Step
 from tuneserve.plan.rows import DataShape
 from tuneserve.plan.times import (
     Times,
@@ -25,6 +24,7 @@ from tuneserve.plan.times import (
     quantize_seconds,
     stage_times,
 )
+from tuneserve.plan.trainstep import Step
 from tuneserve.runfile import parse_run
 
 GIB = 2**30

@@ -10,8 +10,9 @@ from tuneserve.config import RunFile
 from tuneserve.plan.arch import Arch
 from tuneserve.plan.constants import Constants
 from tuneserve.plan.machine import Machine
-from tuneserve.plan.memory import Step, train_peak, with_micro_batch
+from tuneserve.plan.memory import train_peak
 from tuneserve.plan.stageplan import StagePlan
+from tuneserve.plan.trainstep import Step, with_micro_batch
 from tuneserve.progress import human_bytes
 
 # A saving below this is not worth a line.

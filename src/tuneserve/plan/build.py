@@ -20,13 +20,13 @@ from tuneserve.plan.checks import problems, warnings, whole_linears
 from tuneserve.plan.constants import Constants, for_card
 from tuneserve.plan.later import Serving
 from tuneserve.plan.machine import Machine, look
-from tuneserve.plan.memory import Step
 from tuneserve.plan.rows import DataShape, data_shape_from_metrics
-from tuneserve.plan.several import Ways, ways
 from tuneserve.plan.speed import step_seconds
 from tuneserve.plan.stageplan import StagePlan
 from tuneserve.plan.staging import plan_stages
 from tuneserve.plan.times import Times, stage_times
+from tuneserve.plan.trainstep import Step
+from tuneserve.plan.ways import Ways, ways
 from tuneserve.train.recipe import steps_of
 
 log = logging.getLogger(__name__)

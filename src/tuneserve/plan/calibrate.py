@@ -20,7 +20,8 @@ from tuneserve.errors import ModelError, RunFileError
 from tuneserve.places import home
 from tuneserve.plan.arch import Arch, arch_from_config
 from tuneserve.plan.constants import DEFAULT, Constants
-from tuneserve.plan.memory import Step, train_peak
+from tuneserve.plan.memory import train_peak
+from tuneserve.plan.trainstep import Step
 
 log = logging.getLogger(__name__)
 

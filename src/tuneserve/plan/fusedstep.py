@@ -9,13 +9,9 @@ checkpointing its gate and up projection.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from tuneserve.plan.arch import Arch
 from tuneserve.plan.constants import Constants
-
-if TYPE_CHECKING:
-    from tuneserve.plan.memory import Step
+from tuneserve.plan.trainstep import Step
 
 # As in `tuneserve.lm.fused`, which cannot be imported without torch; a test compares them.
 PART_BYTES = 216 * 2**20

@@ -7,7 +7,8 @@ from tuneserve.plan.arch import Arch
 from tuneserve.plan.constants import DEFAULT, Constants
 from tuneserve.plan.fusedstep import held_inputs
 from tuneserve.plan.later import compares
-from tuneserve.plan.memory import Peak, Step
+from tuneserve.plan.memory import Peak
+from tuneserve.plan.trainstep import Step
 
 
 def train_host(arch: Arch, step: Step, constants: Constants = DEFAULT) -> Peak:

@@ -8,7 +8,8 @@ from tuneserve.config import RunFile
 from tuneserve.parallel import key_value_share
 from tuneserve.plan.arch import Arch, lora_weights
 from tuneserve.plan.constants import DEFAULT, Constants, quantized_bytes
-from tuneserve.plan.memory import Peak, Step, process_peak
+from tuneserve.plan.memory import Peak, process_peak
+from tuneserve.plan.trainstep import Step
 
 # A block of vLLM's KV cache on CPU, the larger of the two platforms; each chat wastes at most one.
 _KV_BLOCK_TOKENS = 128

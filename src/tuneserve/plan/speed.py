@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 
 from tuneserve.plan.arch import Arch, lora_weights
-from tuneserve.plan.memory import Step
+from tuneserve.plan.trainstep import Step
 
 # Dense bf16 rate of the matrix units, in 1e12 operations a second, by the vendor's datasheets
 # (those that list rates with sparsity alone: half of these). The first name that fits counts.

@@ -18,10 +18,11 @@ from tuneserve.plan.later import (
     serving,
 )
 from tuneserve.plan.machine import Machine
-from tuneserve.plan.memory import Peak, Step, train_peak
+from tuneserve.plan.memory import Peak, train_peak
 from tuneserve.plan.rows import DataShape
 from tuneserve.plan.stageplan import StagePlan
 from tuneserve.plan.steps import choose_step
+from tuneserve.plan.trainstep import Step
 
 # Longest chats planned for when serve.max_model_len is unset: what clients use, not what fits.
 _SERVE_TOKENS_GPU = 32768

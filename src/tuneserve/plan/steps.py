@@ -13,8 +13,9 @@ from tuneserve.plan.constants import Constants
 from tuneserve.plan.fusedstep import can_fuse
 from tuneserve.plan.host import train_host
 from tuneserve.plan.machine import Gpu, Machine
-from tuneserve.plan.memory import Step, train_peak, with_micro_batch
+from tuneserve.plan.memory import train_peak
 from tuneserve.plan.rows import DataShape
+from tuneserve.plan.trainstep import Step, with_micro_batch
 
 # Without a GPU a longer batch is no faster, and its padding costs as much as its tokens.
 _CPU_BATCH_TOKENS = 2048

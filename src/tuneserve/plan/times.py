@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from tuneserve.config import RunFile
 from tuneserve.plan.arch import Arch
 from tuneserve.plan.later import served_weight_bytes
-from tuneserve.plan.memory import Step
 from tuneserve.plan.speed import cpu_slowness, rate
+from tuneserve.plan.trainstep import Step
 
 # Reading 16-bit weights onto a device: 15.2 GB in 10.4 s (evaluation of a 7B, H200's host).
 _LOAD_BYTES = 1.46e9

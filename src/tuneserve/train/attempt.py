@@ -27,9 +27,9 @@ from tuneserve.lm.rows import Rows, check_ids
 from tuneserve.plan import calibrate
 from tuneserve.plan.arch import arch_from_config
 from tuneserve.plan.machine import first_gpu
-from tuneserve.plan.memory import Step
 from tuneserve.plan.speed import model_flops, peak_flops
 from tuneserve.plan.steps import trained_step
+from tuneserve.plan.trainstep import Step
 from tuneserve.progress import Progress, human_bytes
 from tuneserve.stages import StageContext
 from tuneserve.train import adapter as adapters
