@@ -237,11 +237,13 @@ def test_another_launchers_variables_are_not_used(
     launch.leave_other_launchers(1)
     assert not caplog.text
     theirs = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
+    theirs |= {"ACCELERATE_MIXED_PRECISION": "fp16", "ACCELERATE_USE_DEEPSPEED": "true"}
     for name, value in {**theirs, "OMPI_COMM_WORLD_SIZE": "2", "RANKS": "3"}.items():
         monkeypatch.setenv(name, value)
     launch.leave_other_launchers(1)
     assert not theirs.keys() & os.environ.keys() and os.environ["RANKS"] == "3"
     assert "LOCAL_RANK=1, OMPI_COMM_WORLD_SIZE=2, RANK=1, WORLD_SIZE=2: " in caplog.text
+    assert "ACCELERATE_MIXED_PRECISION=fp16" in caplog.text
     assert "train.gpus: 1 says how many" in caplog.text
 
 

@@ -44,13 +44,17 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 # give it half a minute.
 _TERM_SECONDS = 5
 # By these another launcher (torchrun, Slurm's or MPI's) tells a process which of several it is;
-# accelerate and transformers read them, and wait for the others.
+# accelerate and transformers read them, and wait for the others. By the last ones `accelerate
+# launch` says how to train, in another precision for example, beneath what the run file says.
 _OTHERS = frozenset(
     """
     RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT PMI_RANK PMI_SIZE
     OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_LOCAL_SIZE
     MV2_COMM_WORLD_RANK MV2_COMM_WORLD_SIZE MV2_COMM_WORLD_LOCAL_RANK MV2_COMM_WORLD_LOCAL_SIZE
     MPI_LOCALRANKID MPI_LOCALNRANKS
+    ACCELERATE_DYNAMO_BACKEND ACCELERATE_GRADIENT_ACCUMULATION_STEPS ACCELERATE_GRADIENT_CLIPPING
+    ACCELERATE_MIXED_PRECISION ACCELERATE_USE_CPU ACCELERATE_USE_DEEPSPEED ACCELERATE_USE_FSDP
+    ACCELERATE_USE_MEGATRON_LM ACCELERATE_USE_PARALLELISM_CONFIG
     """.split()
 )
 
@@ -60,8 +64,8 @@ def leave_other_launchers(gpus: int) -> None:
     found = {name: os.environ.pop(name) for name in sorted(_OTHERS & os.environ.keys())}
     if said := [f"{name}={value}" for name, value in found.items() if "MASTER" not in name]:
         log.warning(
-            "%s: what another launcher sets is not used; train.gpus: %d says how many processes "
-            "train",
+            "%s: what another launcher sets is not used; the run file says how to train, and "
+            "train.gpus: %d says how many processes do",
             ", ".join(said),
             gpus,
         )
