@@ -12,6 +12,7 @@ import pytest
 
 from tuneserve.config import RunFile
 from tuneserve.errors import RunFileError
+from tuneserve.plan.advice import _changes
 from tuneserve.plan.arch import Arch, Linear, arch_from_config
 from tuneserve.plan.checks import (
     QUANTIZABLE,
@@ -21,6 +22,7 @@ from tuneserve.plan.checks import (
     warnings,
     whole_linears,
 )
+from tuneserve.plan.machine import Machine
 from tuneserve.plan.rows import DataShape, data_shape, data_shape_from_metrics
 from tuneserve.quantize.checks import kernel_problems
 from tuneserve.quantize.support import gptqmodel_types
@@ -131,6 +133,16 @@ def test_one_layer_is_trained_whole_and_the_others_by_adapters() -> None:
     every = run(train={"lora": {"modules_to_save": [*one, "q_proj"]}, "method": "lora"})
     [all_of_them] = whole_linears(every, arch())
     assert (whole.count, all_of_them.count) == (2, arch().layers)
+
+
+def test_advice_of_later_stages_stays_within_what_the_run_file_takes() -> None:
+    few = run(quantize={"calibration_rows": 3, "calibration_max_tokens": 31})
+    machine, values = Machine(None, 1, 1, 1, ""), {}
+    for stage in ("quantize", "serve"):
+        values |= {field: found for field, found, _ in _changes(few, stage, machine, 70)}
+    assert values["quantize.calibration_rows"] == [1]
+    assert values["quantize.calibration_max_tokens"] == []
+    assert values["serve.max_model_len"] == [35, 17]
 
 
 def test_lengths_within_the_context() -> None:

@@ -15,6 +15,8 @@ from tuneserve.plan.stageplan import StagePlan
 from tuneserve.plan.trainstep import Step, with_micro_batch
 from tuneserve.progress import human_bytes
 
+# Fewest tokens of a calibration row or a chat that the run file takes.
+_SHORTEST = 16
 # A saving below this is not worth a line.
 _WORTH_BYTES = 16 * 2**20
 
@@ -168,13 +170,13 @@ def _changes(
     if stage == "quantize":
         rows, tokens = run.quantize.calibration_rows, run.quantize.calibration_max_tokens
         why = "less to calibrate on"
-        yield "quantize.calibration_rows", [rows // 2, rows // 4], why
-        yield "quantize.calibration_max_tokens", [tokens // 2], why
+        yield "quantize.calibration_rows", _least(1, rows // 2, rows // 4), why
+        yield "quantize.calibration_max_tokens", _least(_SHORTEST, tokens // 2), why
     if stage == "serve":
         chats = run.serve.max_concurrent_chats
         fewer = [chats // part for part in (2, 4, 8, 16) if chats >= part]
         yield "serve.max_concurrent_chats", fewer, "others wait for their turn"
-        shorter = [served_tokens // part for part in (2, 4, 8, 16)]
+        shorter = _least(_SHORTEST, *(served_tokens // part for part in (2, 4, 8, 16)))
         yield "serve.max_model_len", shorter, "shorter chats"
         if run.serve.rollout == "blue_green":
             yield "serve.rollout", ["hold"], "requests wait while servers change"
@@ -183,6 +185,11 @@ def _changes(
             yield "quantize.methods", [four_bit], "never served in 16 bits"
         if machine.gpus and machine.gpus > run.serve.tensor_parallel:
             yield "serve.tensor_parallel", [machine.gpus], "one server on several GPUs"
+
+
+def _least(least: int, *values: int) -> list[int]:
+    """Those that the run file takes."""
+    return [value for value in values if value >= least]
 
 
 def bottom_advice(
