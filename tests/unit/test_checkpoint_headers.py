@@ -104,6 +104,15 @@ def test_shards_are_one_checkpoint(tmp_path: Path) -> None:
     assert found.data_bytes == 3
 
 
+@pytest.mark.parametrize("metadata", [None, [], ["x"], "x", 3])
+def test_an_index_with_other_metadata_is_read(tmp_path: Path, metadata: object) -> None:
+    folder = sharded(tmp_path / "m")
+    index = json.loads((folder / INDEX_NAME).read_text())
+    (folder / INDEX_NAME).write_text(json.dumps({**index, "metadata": metadata}))
+    found = Checkpoint.open(folder)
+    assert found.data_bytes == 3 and found.index_metadata == {}
+
+
 def test_other_safetensors_files_are_no_part_of_it(tmp_path: Path) -> None:
     folder = sharded(tmp_path / "m")
     write(folder / "consolidated.safetensors", {"a": entry("U8", [1], 0, 1)}, b"q")

@@ -249,11 +249,12 @@ class Checkpoint:
         tensors = {info.name: info for shard in shards for info in shard.tensors}
         if index is not None:
             _check_index(folder, index["weight_map"], shards)
+        metadata = None if index is None else index.get("metadata")  # totals; nothing rests on them
         return Checkpoint(
             folder,
             shards,
             tensors,
-            None if index is None else dict(index.get("metadata") or {}),
+            None if index is None else dict(metadata) if isinstance(metadata, dict) else {},
             tuple(name for name in present if name not in files),
         )
 
