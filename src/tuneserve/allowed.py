@@ -12,6 +12,7 @@ from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 
 from tuneserve.section import Section
+from tuneserve.sizes import parse_size
 
 _NAMES = {int: "whole number", float: "number", bool: "true or false", str: "text"}
 _PLURALS = {"text": "texts", "number": "numbers", "whole number": "whole numbers"}
@@ -41,7 +42,7 @@ def allowed_of(kind: Any, metadata: Sequence[Any] = (), *, mark: str = "") -> st
         kind, *inside = get_args(kind)
         return allowed_of(kind, [*inside, *metadata], mark=mark)
     words = _words(kind, mark) + _pattern(metadata)
-    if any(isinstance(item, BeforeValidator) for item in metadata):
+    if any(isinstance(item, BeforeValidator) and item.func is parse_size for item in metadata):
         words = f"size, such as {mark}700MiB{mark} or bytes"
     return ", ".join([words, *_bounds(metadata)])
 

@@ -6,6 +6,7 @@ Run files lie in repositories, Prefect keeps them as parameters, and every manif
 from __future__ import annotations
 
 import re
+from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from pydantic_core import PydanticCustomError
@@ -47,20 +48,22 @@ def without_secret(address: str) -> str:
     return address
 
 
-def variable_name(text: str) -> str:
-    """The name of an environment variable as it is.
+def variable_name(value: Any) -> Any:
+    """The name of an environment variable as it is, and None.
 
     Raises:
-        PydanticCustomError: It is none: perhaps the secret itself, so its text does not repeat it.
+        PydanticCustomError: It is none: perhaps the secret itself, also where that is a number, so
+            its text does not repeat it.
     """
-    if not _VARIABLE.fullmatch(text):
+    text = str(value)
+    if value is not None and not (isinstance(value, str) and _VARIABLE.fullmatch(value)):
         raise PydanticCustomError(
             NO_VARIABLE,
             "holds {count} characters that are no name of an environment variable; write the name "
             "of the variable, such as TUNESERVE_KEY, and give the secret in the environment",
             {"count": len(text)},
         )
-    return text
+    return value
 
 
 def _secret_in(address: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from tuneserve.credentials import variable_name
 from tuneserve.section import Section
@@ -22,7 +22,7 @@ class ServeSection(Section):
         "loopback needs a key.",
     )
     port: int = Field(8080, ge=1, le=65535, description="Port of the gateway.")
-    api_key_env: Annotated[str, AfterValidator(variable_name)] | None = Field(
+    api_key_env: Annotated[str | None, BeforeValidator(variable_name)] = Field(
         None,
         description="Environment variable that holds the API key clients must send; the "
         "key itself never here.",

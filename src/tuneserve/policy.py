@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import BeforeValidator, Field
 
 from tuneserve.credentials import variable_name
 from tuneserve.section import Section
@@ -54,7 +54,7 @@ class OverlapSection(Section):
 class NotifySection(Section):
     """Who hears how a run ended: a webhook, with the gates' findings, and a command."""
 
-    url_env: Annotated[str, AfterValidator(variable_name)] | None = Field(
+    url_env: Annotated[str | None, BeforeValidator(variable_name)] = Field(
         None,
         description="Environment variable that holds the webhook's URL, which is a secret; the "
         "URL itself never here.",

@@ -129,7 +129,10 @@ def _problem(item: Any, loc: Loc, field: FieldInfo | Any, kind: type[Section]) -
     if item["type"] in _OWN:
         return sentence
     if item["type"] == "extra_forbidden":
-        meant = _meant(loc, list(field_paths(kind)))
+        meant = _meant(loc, kind)
+        if meant == _path(loc):  # "data.train: x"
+            outer, _, inner = str(loc[-1]).rpartition(".")
+            return f"{sentence} of one name with dots; write {inner} below {outer}"
         return sentence + (f"; did you mean {meant}?" if meant else "")
     if item["type"] in _WHOLE:
         return sentence
@@ -188,14 +191,18 @@ def _number(text: str) -> str:
     return ""
 
 
-def _meant(loc: Loc, fields: list[str]) -> str:
+def _meant(loc: Loc, kind: type[Section]) -> str:
     """The field that was meant: one of the same section that is written nearly so, or the only one
     of that name in another; empty where nothing is near.
     """
-    section, dot, name = _path(loc).rpartition(".")
-    beside = [path.removeprefix(section + dot) for path in fields if path.startswith(section + dot)]
-    near = difflib.get_close_matches(name, [each for each in beside if "." not in each], n=1)
+    fields = list(field_paths(kind))
+    if (whole := _path(loc)) in fields:
+        return whole
+    *around, name = loc
+    here = _place(tuple(around), kind)[1]
+    section = section_of(here.annotation if isinstance(here, FieldInfo) else here)
+    near = difflib.get_close_matches(str(name), section.model_fields if section else [], n=1)
     if near:
-        return section + dot + near[0]
+        return _path((*around, near[0]))
     elsewhere = [path for path in fields if path.rpartition(".")[2] == name]
     return elsewhere[0] if len(elsewhere) == 1 else ""

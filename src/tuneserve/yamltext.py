@@ -20,7 +20,7 @@ _HINTS = {
     "another document": "one file holds one run: remove the line --- and what follows it",
     "the tag": "write the value without a tag (the word behind the exclamation mark)",
     "undefined alias": "put text that begins with * in quotes",
-    "cannot be the name": "docs/run-file.md has the names of the fields",
+    "cannot name a field": "docs/run-file.md has the names of the fields",
 }
 # Of text, and of `<<`, by which a mapping takes over another's fields.
 _TEXT_TAGS = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge")
@@ -80,7 +80,7 @@ class _StrictLoader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
-        except (ValueError, KeyError, TypeError) as error:  # as int() and a table of words say it
+        except (ValueError, KeyError, TypeError, AttributeError) as error:  # as PyYAML lets it out
             kind = node.tag.rpartition(":")[2]
             shown = str(node.value)[:40] if isinstance(node, yaml.ScalarNode) else "this"
             raise yaml.constructor.ConstructorError(
@@ -94,10 +94,12 @@ def _strict_mapping(
     seen: set[str] = set()
     for key, _ in node.value:
         if not isinstance(key, yaml.ScalarNode):
-            problem = f"a {key.id} cannot be the name of a field"
+            problem = f"a {key.id} cannot name a field"
         elif key.tag not in _TEXT_TAGS:
             kind = key.tag.rpartition(":")[2]
-            problem = f"the key {key.value!r} is a {kind} in YAML and cannot be the name of a field"
+            problem = (
+                f"the key {key.value!r} is no text in YAML but {kind}, and cannot name a field"
+            )
         elif key.value in seen:
             problem = f"the key {key.value!r} occurs twice"
         else:

@@ -164,13 +164,23 @@ def test_a_field_of_several_kinds_is_one_problem_and_its_entries_are_named_alone
     ]
 
 
-@pytest.mark.parametrize("secret", ["https://hooks.example.org/T0/s3cret", "sk-s3cret", "s3cret x"])
-def test_a_secret_in_the_place_of_its_variable_is_refused_unrepeated(secret: str) -> None:
+def test_fields_of_entries_and_names_with_dots_are_told_what_was_meant() -> None:
+    data = with_value("gates.canaries", [{"prompt": "a", "contains": "b", "max_token": 3}])
+    (problem,) = problems_of(data)
+    assert problem.endswith("did you mean gates.canaries.0.max_tokens?")
+    assert problems_of({**GOOD, "train.lora.r": 8}) == [
+        "train.lora.r: there is no such field of one name with dots; write r below train.lora"
+    ]
+
+
+@pytest.mark.parametrize(
+    "secret", ["https://hooks.example.org/T0/s3cret", "sk-s3cret", "s3cret x", 83736, ["s3cret"]]
+)
+def test_a_secret_in_the_place_of_its_variable_is_refused_unrepeated(secret: Any) -> None:
     for path in ("serve.api_key_env", "notify.url_env"):
         (problem,) = problems_of(with_value(path, secret))
-        assert problem.startswith(f"{path}: holds {len(secret)} characters") and "s3cret" not in (
-            problem.replace(path, "")
-        )
+        assert problem.startswith(f"{path}: holds {len(str(secret))} characters")
+        assert "s3cret" not in problem and "83736" not in problem
         assert "write the name of the variable" in problem
 
 
@@ -188,9 +198,14 @@ def test_what_an_alias_repeats_a_million_times_is_not_written_out(tmp_path: Path
     [
         ("name: a\nx: " + "9" * 5000, ":2:4: '9999", "mend the line"),
         ("name: !!int x\n", ":1:7: 'x' is no int", "mend the line"),
+        ("name: !!timestamp x\n", ":1:7: 'x' is no timestamp", "mend the line"),
         ("name: !!bool x\n", ":1:7: 'x' is no bool", "mend the line"),
-        ("? [a, b]\n: c\n", ":1:3: a sequence cannot be the name", "docs/run-file.md"),
-        ("name: a\nyes: 2\n", ":2:1: the key 'yes' is a bool", "docs/run-file.md"),
+        ("? [a, b]\n: c\n", ":1:3: a sequence cannot name a field", "docs/run-file.md"),
+        (
+            "name: a\nyes: 2\n",
+            ":2:1: the key 'yes' is no text in YAML but bool",
+            "docs/run-file.md",
+        ),
         ("name: a\0\n", ":1: the character U+0000", "remove it"),
         ("name: a\n\tmodel: x\n", ":2:1: ", "spaces, not tabs"),
         ("name: a: b\n", ":1:8: ", "in quotes"),
