@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from tuneserve.allowed import allowed_values, entry_of, section_of, yaml_value
 from tuneserve.config import RunFile
 from tuneserve.errors import TuneserveError, error_classes
-from tuneserve.plan.build import Plan
+from tuneserve.plan.plan import Plan
 from tuneserve.plan.speed import step_seconds
 from tuneserve.plan.times import about, stage_times
 from tuneserve.runfile import load_run_file

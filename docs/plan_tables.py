@@ -13,9 +13,9 @@ from typing import Any
 from walkthrough_tables import H200_BYTES, RUNS, gib, laps_of, planned, served, shortened
 
 from tuneserve.config import RunFile
-from tuneserve.plan.build import Plan
 from tuneserve.plan.constants import Constants
 from tuneserve.plan.later import quantize_peak
+from tuneserve.plan.plan import Plan
 from tuneserve.plan.speed import rate
 from tuneserve.plan.times import (
     about,

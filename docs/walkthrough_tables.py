@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from tuneserve.plan.arch import Arch, arch_from_config
-from tuneserve.plan.build import Plan, plan_for
+from tuneserve.plan.asjson import as_json
+from tuneserve.plan.build import plan_for
 from tuneserve.plan.constants import Constants, for_card
 from tuneserve.plan.machine import Gpu, Machine
+from tuneserve.plan.plan import Plan
 from tuneserve.plan.times import about
 from tuneserve.runfile import load_run_file
 
@@ -47,7 +49,7 @@ def served(models: list[dict[str, Any]]) -> int:
 
 
 def _plan_table() -> str:
-    table = planned(RUNS / "gpu-24gb.yaml", 24).to_json()["table"]
+    table = as_json(planned(RUNS / "gpu-24gb.yaml", 24))["table"]
     return f"```\n{table}\n```\n"
 
 

@@ -13,8 +13,10 @@ from model_shapes import QWEN2_7B
 from tuneserve.config import RunFile
 from tuneserve.errors import DiskFull, OutOfMemory, ResourceError, RunFileError
 from tuneserve.plan import plan_run
-from tuneserve.plan.build import Plan, plan_for
+from tuneserve.plan.asjson import as_json
+from tuneserve.plan.build import plan_for
 from tuneserve.plan.machine import Gpu, GpuProcess, Machine
+from tuneserve.plan.plan import Plan
 from tuneserve.plan.rows import DataShape
 from tuneserve.plan.stage import card_left_idle, refuse
 from tuneserve.plan.stage import run as run_stage
@@ -72,7 +74,7 @@ def test_auto_recomputes_only_where_there_is_no_room(base: Path) -> None:
     assert kept[80].checkpointing is False and kept[80].micro_batch == 8
     assert kept[24].checkpointing is False and kept[24].micro_batch >= 1
     assert kept[9].checkpointing is True
-    hints = plan(base, machine(24)).to_json()["hints"]["train"]
+    hints = as_json(plan(base, machine(24)))["hints"]["train"]
     assert hints["gradient_checkpointing"] is False
     assert plan(base, machine(9), train={"gradient_checkpointing": "offload"}).step.checkpointing
     # What the run file says is kept, whether it fits or not.
@@ -86,18 +88,18 @@ def test_seconds_are_said_for_known_cards(base: Path) -> None:
     assert place.gpu is not None
     named = replace(place, gpu=replace(place.gpu, name="NVIDIA H200"))
     train = {"method": "lora", "effective_batch": 2, "lora": {"r": 64}}
-    found = plan(base, named, train=train).to_json()["train"]
+    found = as_json(plan(base, named, train=train))["train"]
     assert found["seconds_per_step"] == pytest.approx(0.24, rel=0.15)
-    assert plan(base, place, train=train).to_json()["train"]["seconds_per_step"] is None
+    assert as_json(plan(base, place, train=train))["train"]["seconds_per_step"] is None
     rows = DataShape((2048,) * 30 + (1024,) * 10)
     known = plan_for(
         run(base, train={**train, "epochs": 2}), base_dir=base, data=rows, machine=named
     )
-    found = known.to_json()["train"]
+    found = as_json(known)["train"]
     assert found["steps"] == 40  # 2 epochs of 40 rows, 2 a step; a row has 1,792 tokens on average
     assert found["seconds"] == pytest.approx(40 * found["seconds_per_step"] * 1792 / 2048, rel=0.05)
-    assert "40 steps in about" in known.to_json()["table"]
-    unknown = plan_for(run(base, train=train), base_dir=base, machine=named).to_json()["train"]
+    assert "40 steps in about" in as_json(known)["table"]
+    unknown = as_json(plan_for(run(base, train=train), base_dir=base, machine=named))["train"]
     assert unknown["steps"] is None and unknown["seconds"] is None
 
 
@@ -105,7 +107,7 @@ def test_the_table_counts_as_people_do(base: Path) -> None:
     for size, said in ((16, "16 rows of up to 2048 tokens a pass, 1 pass a step"),
                        (1, "1 row of up to 2048 tokens a pass, 16 passes a step")):  # fmt: skip
         train = {**RECOMPUTED, "micro_batch": size}
-        assert f"train: {said}" in plan(base, machine(80), train=train).to_json()["table"]
+        assert f"train: {said}" in as_json(plan(base, machine(80), train=train))["table"]
 
 
 def test_next_larger_micro_batch_would_not_fit(base: Path) -> None:
@@ -198,7 +200,7 @@ def test_advice_of_later_stages_is_true(base: Path) -> None:
         assert (saved, after.fits) == (advice.saves_bytes, advice.fits)
     chats = next(a for a in before.advice if a.stage == "serve")
     assert (chats.value, chats.saves_bytes, chats.fits) == ("2", 6 * 17 * 128 * 57_344, True)
-    table = before.to_json()["table"]
+    table = as_json(before)["table"]
     assert "\nserve does not fit:\n  1. serve.max_concurrent_chats: 2 saves 714.0 MiB, eno" in table
     with pytest.raises(OutOfMemory) as caught:
         refuse(before)
@@ -225,7 +227,7 @@ def test_advice_that_would_be_refused_is_not_given(base: Path) -> None:
 def test_what_is_left_at_the_bottom_is_in_the_hints(base: Path) -> None:
     """Of one row with checkpoints in host memory: halving the rank saves, by hand, 20,185,088
     numbers of 2 B, as many gradients, and 2 x (1 + 4 / 256) B of moments: 116 MiB."""
-    left = plan(base, machine(24)).to_json()["hints"]["train"]["advice"]
+    left = as_json(plan(base, machine(24)))["hints"]["train"]["advice"]
     assert [text.partition(" saves ")[0] for text in left] == [
         "train.optimizer: paged_adamw_8bit",
         "train.lora.r: 8",
@@ -290,7 +292,7 @@ def test_problems_come_before_sizes(base: Path) -> None:
 
 
 def test_json_keys(base: Path) -> None:
-    data = json.loads(json.dumps(plan(base, machine(24)).to_json()))
+    data = json.loads(json.dumps(as_json(plan(base, machine(24)))))
     assert data["fits"] is True
     assert set(data["stages"]) == {"train", "merge", "quantize", "evaluate", "serve"}
     for stage in data["stages"].values():

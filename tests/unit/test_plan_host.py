@@ -17,11 +17,13 @@ from tuneserve.config import RunFile
 from tuneserve.errors import OutOfMemory
 from tuneserve.plan import later
 from tuneserve.plan.arch import arch_from_config
-from tuneserve.plan.build import Plan, plan_for
+from tuneserve.plan.asjson import as_json
+from tuneserve.plan.build import plan_for
 from tuneserve.plan.constants import DEFAULT, LARGE_GPU_BYTES, for_card
 from tuneserve.plan.host import export_host, power_of_two, train_host
 from tuneserve.plan.later import quantize_peak
 from tuneserve.plan.machine import Gpu, Machine
+from tuneserve.plan.plan import Plan
 from tuneserve.plan.rows import DataShape
 from tuneserve.plan.stage import refuse
 from tuneserve.plan.trainstep import Step
@@ -69,7 +71,7 @@ def test_offload_needs_the_host(tmp_path: Path) -> None:
     assert fits.fits
     assert (
         "train: 9.5 GiB of the host's memory, 6.5 GiB of it for checkpoints"
-        in (fits.to_json()["table"])
+        in as_json(fits)["table"]
     )
     small = planned(tmp_path, 40, 9, train=wanted)
     with pytest.raises(OutOfMemory) as caught:

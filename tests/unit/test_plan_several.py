@@ -13,8 +13,10 @@ from model_shapes import QWEN2_7B
 from tuneserve.errors import RunFileError
 from tuneserve.parallel import ServedShape, key_value_share, tensor_parallel_problems
 from tuneserve.plan import checks
-from tuneserve.plan.build import Plan, plan_for
+from tuneserve.plan.asjson import as_json
+from tuneserve.plan.build import plan_for
 from tuneserve.plan.machine import Gpu, Machine
+from tuneserve.plan.plan import Plan
 from tuneserve.plan.rows import DataShape
 from tuneserve.runfile import parse_run
 
@@ -71,8 +73,8 @@ def test_ddp_copies_all_of_it(tmp_path: Path) -> None:
         assert parts(two)[name] == parts(one)[name]
     assert parts(two)["gradients"] == 2 * TRAINED
     assert parts(two)["NCCL"] > 0 and "NCCL" not in parts(one)
-    assert two.to_json()["train"]["gpus"] == 2
-    assert "on each of 2 GPUs" in two.to_json()["table"]
+    assert as_json(two)["train"]["gpus"] == 2
+    assert "on each of 2 GPUs" in as_json(two)["table"]
 
 
 @pytest.mark.parametrize("gpus", [2, 4, 8])

@@ -12,8 +12,10 @@ import pytest
 from model_shapes import QWEN2_7B
 from tuneserve.config import RunFile
 from tuneserve.plan.arch import arch_from_config
-from tuneserve.plan.build import Plan, plan_for
+from tuneserve.plan.asjson import as_json
+from tuneserve.plan.build import plan_for
 from tuneserve.plan.machine import Gpu, Machine
+from tuneserve.plan.plan import Plan
 from tuneserve.plan.rows import DataShape
 from tuneserve.plan.times import (
     Times,
@@ -174,7 +176,7 @@ def test_the_demo_as_measured(tmp_path: Path) -> None:
     # 18 s were 24 rows and four passes; it is planned for up to 64 rows, and six passes.
     assert 18 <= (found.stages["evaluate"] or 0) <= 18 * 64 / 24
     assert found.line() == "in all about 4 min, of which train 2 min"
-    table = planned(machine).to_json()["table"]
+    table = as_json(planned(machine))["table"]
     assert f"\n{'all':<10}{'':<5}{'':>11}{'':>12}" in table
     assert "time: in all about 4 min, of which train 2 min (without the download, " in table
     assert "as on two cores" in table
@@ -189,7 +191,7 @@ def test_the_plan_says_the_whole_run(tmp_path: Path) -> None:
     file = run(model={"base": str(tmp_path)}, data={"train": ["a"], "max_length": 2048})
     rows = DataShape((2048,) * 30 + (1024,) * 10)
     known = plan_for(file, base_dir=tmp_path, machine=machine, data=rows)
-    data = json.loads(json.dumps(known.to_json()))
+    data = json.loads(json.dumps(as_json(known)))
     seconds = {name: stage["seconds"] for name, stage in data["stages"].items()}
     # The steps, and before them 19 s of imports and 15.2 GB at 1.46 GB/s.
     assert seconds["train"] == pytest.approx(data["train"]["seconds"] + 19 + 10.4, rel=0.05)
@@ -198,7 +200,7 @@ def test_the_plan_says_the_whole_run(tmp_path: Path) -> None:
     one = 2 * 4 * 1792 * (LINEAR + 152064 * 3584) / H200
     by_hand = 19 + 31.3 + 2 * one / 0.14 + 4 * one / 0.08
     assert seconds["evaluate"] == pytest.approx(by_hand, rel=0.05)
-    unknown = plan_for(file, base_dir=tmp_path, machine=machine).to_json()
+    unknown = as_json(plan_for(file, base_dir=tmp_path, machine=machine))
     assert unknown["seconds"] is None and unknown["stages"]["train"]["seconds"] is None
     assert "beside train, whose rows are not known yet" in unknown["table"]
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from tuneserve.checkpoint.base import peek_base
-from tuneserve.plan.build import Plan, plan_for
+from tuneserve.plan.build import plan_for
 from tuneserve.plan.machine import Gpu, GpuProcess, Machine
+from tuneserve.plan.plan import Plan
 from tuneserve.plan.speed import step_seconds
 from tuneserve.plan.times import stage_times
 from tuneserve.runfile import load_run_file

@@ -14,9 +14,10 @@ from tuneserve.errors import RunFileError
 from tuneserve.init.look import DataLook
 from tuneserve.plan import times
 from tuneserve.plan.arch import Arch
-from tuneserve.plan.build import Plan, plan_for
+from tuneserve.plan.build import plan_for
 from tuneserve.plan.checks import exportable
 from tuneserve.plan.machine import GpuProcess, Machine
+from tuneserve.plan.plan import Plan
 from tuneserve.plan.speed import step_seconds
 from tuneserve.progress import many
 from tuneserve.runfile import parse_run

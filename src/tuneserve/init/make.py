@@ -26,6 +26,7 @@ from tuneserve.init.look import DataLook, look_at_data
 from tuneserve.init.write import text_of
 from tuneserve.places import store_root
 from tuneserve.plan.arch import Arch, arch_from_config
+from tuneserve.plan.asjson import as_json
 from tuneserve.plan.machine import Machine, look
 from tuneserve.plan.stage import card_left_idle, refuse
 from tuneserve.progress import human_bytes
@@ -72,7 +73,7 @@ class Made:
                 "share_read": data.share,
             },
             "values": self.choice.values,
-            "plan": {k: v for k, v in self.choice.plan.to_json().items() if k != "table"},
+            "plan": {k: v for k, v in as_json(self.choice.plan).items() if k != "table"},
             "notes": self.choice.notes,
             "next": self.next_commands,
         }

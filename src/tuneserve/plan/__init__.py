@@ -26,6 +26,7 @@ def plan_run(run: RunFile, *, gpu_memory_bytes: int | None = None) -> dict[str, 
     """
     from tuneserve.checkpoint.base import peek_base
     from tuneserve.named import check_base_place, check_named
+    from tuneserve.plan.asjson import as_json
     from tuneserve.plan.build import plan_for
     from tuneserve.plan.rows import data_shape
     from tuneserve.plan.stage import card_left_idle
@@ -46,7 +47,7 @@ def plan_run(run: RunFile, *, gpu_memory_bytes: int | None = None) -> dict[str, 
     if not found.machine.supposed:
         _warn_of_refusal(lambda: check_early(run.serve))
     _warn_of_refusal(lambda: check_named(run))
-    return found.to_json()
+    return as_json(found)
 
 
 def _warn_of_refusal(check: Callable[[], None]) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,123 +16,15 @@ from tuneserve.plan.arch import Arch, arch_from_config, with_headers
 from tuneserve.plan.calibrate import machine_constants
 from tuneserve.plan.checks import problems, warnings, whole_linears
 from tuneserve.plan.constants import Constants, for_card
-from tuneserve.plan.later import Serving
 from tuneserve.plan.machine import Machine, look
+from tuneserve.plan.plan import Plan
 from tuneserve.plan.rows import DataShape, data_shape_from_metrics
-from tuneserve.plan.speed import step_seconds
+from tuneserve.plan.speed import steps_seconds
 from tuneserve.plan.stageplan import StagePlan
 from tuneserve.plan.staging import plan_stages
-from tuneserve.plan.times import Times, stage_times
-from tuneserve.plan.trainstep import Step
-from tuneserve.plan.ways import Ways, ways
+from tuneserve.plan.times import stage_times
+from tuneserve.plan.ways import ways
 from tuneserve.train.recipe import steps_of
-
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a run will take, and what was chosen for it.
-
-    Attributes:
-        advice: What to change where training does not fit.
-        left_to_do: The same for a training of which not even the last rung fits after all.
-    """
-
-    arch: Arch
-    machine: Machine
-    step: Step
-    stages: Mapping[str, StagePlan]
-    serving: Serving
-    blue_green_fits: bool
-    trains_while_serving: bool
-    download_bytes: int
-    data: DataShape | None = None
-    advice: tuple[Advice, ...] = ()
-    left_to_do: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = field(default=())
-    several: Ways | None = None
-    steps: int | None = None
-    usual_tokens: int | None = None
-    times: Times = Times({})
-
-    @property
-    def train_seconds(self) -> float | None:
-        """All steps of the training, with rows of their mean length; None where it is not known."""
-        return _steps_seconds(
-            self.arch, self.step, self.machine.device, self.steps, self.usual_tokens
-        )
-
-    @property
-    def disk_bytes(self) -> int:
-        """All that the run leaves on disk, the base's download included."""
-        return self.download_bytes + sum(stage.disk_bytes for stage in self.stages.values())
-
-    @property
-    def disk_fits(self) -> bool:
-        """Whether it fits on the store's disk (not asked of a machine that is only supposed)."""
-        return self.machine.supposed or self.disk_bytes <= self.machine.disk_free_bytes
-
-    @property
-    def fits(self) -> bool:
-        """Whether everything fits."""
-        return self.disk_fits and all(stage.fits for stage in self.stages.values())
-
-    def to_json(self) -> dict[str, Any]:
-        """The keys of `plan --json`; `table` is for people, `hints` for the stages' contexts."""
-        from tuneserve.plan.table import table
-
-        gpu = self.machine.gpu
-        return {
-            "fits": self.fits,
-            "device": self.machine.device,
-            "dataset": (self.data.dataset or None) if self.data else None,
-            "parameters": self.arch.weights,
-            "stages": {
-                name: {**stage.to_json(), "seconds": _rough(self.times.stages.get(name))}
-                for name, stage in self.stages.items()
-            },
-            "seconds": _rough(self.times.total),
-            "disk_bytes": self.disk_bytes,
-            "disk_free_bytes": self.machine.disk_free_bytes,
-            "download_bytes": self.download_bytes,
-            "train": {
-                "micro_batch": self.step.micro_batch,
-                "gradient_accumulation": self.step.accumulation,
-                "longest_row_tokens": self.step.length,
-                "gradient_checkpointing": self.step.checkpointing,
-                "seconds_per_step": step_seconds(self.arch, self.step, self.machine.device),
-                "steps": self.steps,
-                "seconds": self.train_seconds,
-                "while_serving": self.trains_while_serving,
-                "gpus": self.step.gpus,
-                "several_gpus": self.several.to_json() if self.several else None,
-            },
-            "serve": {
-                "max_model_len": self.serving.max_model_len,
-                "kv_cache_bytes": self.serving.kv_cache_bytes,
-                "kv_bytes_per_token": self.arch.kv_bytes_per_token(),
-                "concurrent_chats": self.serving.concurrent_chats,
-                "blue_green_fits": self.blue_green_fits,
-            },
-            "hints": {
-                "train": {
-                    "micro_batch": self.step.micro_batch,
-                    "gradient_checkpointing": self.step.checkpointing,
-                    "planned_peak_bytes": self.stages["train"].peak.total_bytes,
-                    "planned_components": dict(self.stages["train"].peak.components),
-                    "advice": list(self.left_to_do),
-                },
-                "release": {
-                    "max_model_len": self.serving.max_model_len,
-                    "kv_cache_bytes": self.serving.kv_cache_bytes,
-                },
-            },
-            "gpu_processes": [vars(process) for process in gpu.processes] if gpu else [],
-            "advice": [{**vars(advice), "text": str(advice)} for advice in self.advice],
-            "warnings": list(self.warnings),
-            "table": table(self),
-        }
 
 
 def plan_for(
@@ -230,20 +120,11 @@ def plan_for(
             arch,
             step,
             machine.device,
-            steps_seconds=_steps_seconds(arch, step, machine.device, steps, usual),
+            steps_seconds=steps_seconds(arch, step, machine.device, steps, usual),
             row_tokens=usual or step.length,
             held_out=_held_out(run, data),
         ),
     )
-
-
-def _steps_seconds(
-    arch: Arch, step: Step, device: str, steps: int | None, usual_tokens: int | None
-) -> float | None:
-    if steps is None or usual_tokens is None:
-        return None
-    one = step_seconds(arch, replace(step, length=usual_tokens), device)
-    return None if one is None else one * steps
 
 
 def _held_out(run: RunFile, data: DataShape | None) -> int | None:
@@ -252,11 +133,6 @@ def _held_out(run: RunFile, data: DataShape | None) -> int | None:
         return None
     share = run.data.eval_fraction
     return round(data.rows * share / (1 - share)) if share < 1 else None
-
-
-def _rough(seconds: float | None) -> int | None:
-    """To two digits: more would be false."""
-    return None if seconds is None else int(float(f"{seconds:.1e}"))
 
 
 def _steps(run: RunFile, data: DataShape | None) -> int | None:

@@ -9,6 +9,7 @@ the demo's training reached on two cores; how other numbers of cores do was not 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from tuneserve.plan.arch import Arch, lora_weights
 from tuneserve.plan.trainstep import Step
@@ -100,3 +101,13 @@ def step_seconds(arch: Arch, step: Step, device: str) -> float | None:
     launches = _LAUNCH_SECONDS_PER_BLOCK * arch.layers * step.accumulation
     launches *= 1.5 if step.checkpointing else 1
     return round(max(executed_flops(arch, step) / (speed * _SHARE_OF_PEAK), launches), 4)
+
+
+def steps_seconds(
+    arch: Arch, step: Step, device: str, steps: int | None, usual_tokens: int | None
+) -> float | None:
+    """Seconds of so many steps, with rows of so many tokens; None where that is not known."""
+    if steps is None or usual_tokens is None:
+        return None
+    one = step_seconds(arch, replace(step, length=usual_tokens), device)
+    return None if one is None else one * steps

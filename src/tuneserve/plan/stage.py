@@ -9,8 +9,10 @@ from tuneserve.checkpoint.base import peek_base
 from tuneserve.config import RunFile
 from tuneserve.doctor import torch_finding
 from tuneserve.errors import DiskFull, OutOfMemory, ResourceError
-from tuneserve.plan.build import Plan, plan_for
+from tuneserve.plan.asjson import as_json
+from tuneserve.plan.build import plan_for
 from tuneserve.plan.machine import Machine
+from tuneserve.plan.plan import Plan
 from tuneserve.plan.rows import data_shape
 from tuneserve.plan.stageplan import StagePlan
 from tuneserve.progress import human_bytes
@@ -44,7 +46,7 @@ def run(context: StageContext) -> dict[str, Any]:
         from tuneserve.release.entrance import check_early
 
         check_early(context.run.serve)
-    return plan.to_json()
+    return as_json(plan)
 
 
 def card_left_idle(run: RunFile, machine: Machine) -> ResourceError | None:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from tuneserve.plan.advice import Advice
+from tuneserve.plan.plan import Plan
+from tuneserve.plan.stageplan import StagePlan
 from tuneserve.plan.times import about
 from tuneserve.progress import human_bytes, many
-
-if TYPE_CHECKING:
-    from tuneserve.plan.advice import Advice
-    from tuneserve.plan.build import Plan
-    from tuneserve.plan.stageplan import StagePlan
 
 _COMPONENTS_SHOWN = 2
 
