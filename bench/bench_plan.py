@@ -89,6 +89,8 @@ def measure(points: Path, folder: Path) -> None:
                 waiting.remove(point)
                 free -= wanted
                 running.append((point, wanted, _start(point, folder)))
+        if not running:
+            raise SystemExit(f"the card is too small for {len(waiting)} of the points")
         ended = next((one for one in running if one[2].poll() is not None), None)
         if ended is None:
             time.sleep(0.5)
