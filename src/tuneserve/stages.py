@@ -125,7 +125,7 @@ STAGES: dict[str, StageSpec] = {
             inputs=("dataset", "adapter", "merged"),
             sections=("gates.eval_rows", "gates.structured_answers", "quantize.group_size"),
             packages=("torch", "transformers", "peft", "trl", "bitsandbytes"),
-            code_version=5,  # answers behind other conversations' questions
+            code_version=6,  # the longest answers behind other conversations' questions
             uses_base=True,
         ),
         StageSpec(

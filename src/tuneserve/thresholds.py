@@ -90,16 +90,18 @@ class GatesSection(Section):
         0.4,
         ge=0,
         le=1,
-        description="Largest share of held-out conversations whose last answer the merged model "
+        description="Largest share of held-out conversations whose longest answer the merged model "
         "finds as likely behind another's question as behind its own; answers at the wrong "
-        "questions give 0.5, and 1 asks for nothing.",
+        "questions give 0.5, which must surely not be the case unless it is allowed; 1 asks for "
+        "nothing.",
     )
     max_heed_share: float = Field(
         0.5,
         ge=0,
         le=1,
         description="Largest share that tuning may take of how much likelier the base finds a "
-        "last answer behind its own question than behind another's, in nats; 1 asks for nothing.",
+        "longest answer behind its own question than behind another's, in nats; 1 asks for "
+        "nothing.",
     )
     max_merge_share: float = Field(
         0.1,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import tracemalloc
@@ -101,10 +102,14 @@ def test_answers_are_tried_behind_other_questions(
     longest = max(len(row["input_ids"]) for row in table)
 
     def split(row: dict[str, Any]) -> tuple[list[int], list[int]]:
-        """What comes before the last answer, and that answer with its end token."""
-        end = max(at for at, label in enumerate(row["labels"]) if label != IGNORED) + 1
-        start = max(at for at, label in enumerate(row["labels"][:end]) if label == IGNORED) + 1
-        return row["input_ids"][:start], row["input_ids"][start:end]
+        """What comes before the longest answer, and that answer with its end token."""
+        answers, begin = [], 0
+        for marked, run_of in itertools.groupby(row["labels"], lambda label: label != IGNORED):
+            end = begin + len(list(run_of))
+            answers += [(begin, end)] if marked else []
+            begin = end
+        begin, end = max(answers, key=lambda answer: answer[1] - answer[0])
+        return row["input_ids"][:begin], row["input_ids"][begin:end]
 
     def nats(model: Any, before: list[int], answer: list[int]) -> Any:
         before = before[max(0, len(before) + len(answer) - longest) :]

@@ -8,6 +8,7 @@ answer is then as likely behind any question as behind its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -17,41 +18,60 @@ from tuneserve.lm.rows import IGNORED, Rows
 from tuneserve.lm.scores import TopScores
 
 
-def misplaced(rows: Rows, chosen: Sequence[int]) -> tuple[list[int], Rows, Rows]:
-    """The last answer of each chosen row, where it belongs and behind what comes before another's.
+@dataclass(frozen=True)
+class Misplaced:
+    """Answers that are tried behind another question, one a row.
 
-    The other is of another conversation, has another last answer, and as many answers before it
-    where there is such a row: earlier answers show the manner, whatever was asked. No row becomes
-    longer than the longest chosen one; what is too long loses its beginning.
+    Attributes:
+        places: Places in what was chosen for which there is another.
+        begins: How many supervised tokens of the row lie before the answer.
+        home: The row up to the answer, with it alone supervised.
+        moved: The same answer behind another beginning.
+    """
 
-    Returns:
-        Places in `chosen` for which there is another, their rows with only that answer supervised,
-        and the same answers behind other beginnings.
+    places: list[int]
+    begins: list[int]
+    home: Rows
+    moved: Rows
+
+
+def misplaced(rows: Rows, chosen: Sequence[int]) -> Misplaced:
+    """The longest answer of each chosen row, where it belongs and behind what comes before
+    another's.
+
+    The longest, for a greeting or a farewell suits any conversation. The other is of another
+    conversation, with another answer and another beginning, and has as many answers before it where
+    there is such a row: earlier answers show the manner, whatever was asked. A beginning is lent
+    once, so that one odd question does not decide alone. No row becomes longer than the longest
+    chosen one; what is too long loses its beginning.
     """
     spans = [answers_in(rows.row(at)[1]) for at in chosen]
-    said = [rows.row(at)[0][slice(*span[-1])] for at, span in zip(chosen, spans, strict=True)]
-    begun = [rows.row(at)[0][: span[-1][0]] for at, span in zip(chosen, spans, strict=True)]
-    sources, counts = [rows.sources[at] for at in chosen], [len(span) for span in spans]
+    turns = [max(range(len(span)), key=lambda n: span[n][1] - span[n][0]) for span in spans]
+    tried = [span[n] for span, n in zip(spans, turns, strict=True)]
+    said = [rows.row(at)[0][slice(*span)] for at, span in zip(chosen, tried, strict=True)]
+    begun = [rows.row(at)[0][: span[0]] for at, span in zip(chosen, tried, strict=True)]
     longest = max((int(rows.lengths[at]) for at in chosen), default=0)
-    pairs = [(place, _other(place, sources, said, counts)) for place in range(len(chosen))]
-    kept = [(place, other) for place, other in pairs if other is not None]
-    names = [sources[place] for place, _ in kept]
+    kept = _others(
+        [(rows.sources[at], begun[n].tobytes(), said[n].tobytes(), turns[n])
+         for n, at in enumerate(chosen)]
+    )  # fmt: skip
+    names = [rows.sources[chosen[place]] for place, _ in kept]
     home = [(begun[place], said[place]) for place, _ in kept]
     moved = []
     for place, other in kept:
         room = longest - len(said[place])
         moved.append((begun[other][max(0, len(begun[other]) - room) :], said[place]))
-    return [place for place, _ in kept], _rows(home, names), _rows(moved, names)
+    places = [place for place, _ in kept]
+    begins = [sum(end - begin for begin, end in spans[at][: turns[at]]) for at in places]
+    return Misplaced(places, begins, _rows(home, names), _rows(moved, names))
 
 
-def last_nats(
-    scores: TopScores, places: Sequence[int], tokens: Sequence[int]
-) -> npt.NDArray[np.float64]:
-    """Summed nats of the last so many supervised `tokens` of rows, by their `places` in scores."""
-    ends = scores.starts[1:][list(places)]
+def answer_nats(scores: TopScores, tried: Misplaced) -> npt.NDArray[np.float64]:
+    """Summed nats of the answers where they belong, out of the scores of the chosen rows."""
+    firsts = scores.starts[tried.places] + tried.begins
     found = [
-        -scores.actual[end - count : end].astype(np.float64).sum()
-        for end, count in zip(ends, tokens, strict=True)
+        -scores.actual[first : first + count].astype(np.float64).sum()
+        for first, count in zip(firsts, tried.home.supervised(), strict=True)
     ]
     return np.array(found, np.float64)
 
@@ -75,24 +95,24 @@ def _rows(
     )
 
 
-def _other(
-    place: int, sources: Sequence[str], said: Sequence[npt.NDArray[np.int32]], counts: Sequence[int]
-) -> int | None:
-    """Half way round from `place`, the first row that will do."""
-    size = len(said)
-    turned = [(place + size // 2 + step) % size for step in range(size)]
+def _others(rows: Sequence[tuple[str, bytes, bytes, int]]) -> list[tuple[int, int]]:
+    """Places, each with the first half way round from it that will do and was not lent yet.
 
-    def first(alike: bool) -> int | None:
-        return next(
-            (
-                at
-                for at in turned
-                if sources[at] != sources[place]
-                and (not alike or counts[at] == counts[place])
-                and not np.array_equal(said[at], said[place])
-            ),
-            None,
-        )
-
-    found = first(alike=True)
-    return first(alike=False) if found is None else found
+    Args:
+        rows: Of each its source, beginning, answer, and how many answers come before that.
+    """
+    size = len(rows)
+    free = set(range(size))
+    found = []
+    for place, (source, begun, said, before) in enumerate(rows):
+        turned = ((place + size // 2 + step) % size for step in range(size))
+        suited = [
+            at
+            for at in turned
+            if at in free and rows[at][0] != source and rows[at][1] != begun and rows[at][2] != said
+        ]
+        if suited:
+            other = next((at for at in suited if rows[at][3] == before), suited[0])
+            free.remove(other)
+            found.append((place, other))
+    return found

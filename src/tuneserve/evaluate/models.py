@@ -16,7 +16,7 @@ import torch
 
 from tuneserve.errors import AdapterError
 from tuneserve.evaluate import answers
-from tuneserve.evaluate.misplaced import last_nats, misplaced
+from tuneserve.evaluate.misplaced import answer_nats, misplaced
 from tuneserve.evaluate.rounding import round_to_nearest
 from tuneserve.lm import hardware
 from tuneserve.lm.fused_head import add_fused_head
@@ -41,7 +41,7 @@ class Found:
         merged: The same of the merged model.
         rtn: The same of the merged model after plain rounding to 4 bits.
         samples: What the base answers to the first held-out questions.
-        questions: Summed nats of last answers behind their `own` question and behind that of an
+        questions: Summed nats of answers behind their `own` question and behind that of an
             `other` conversation, by model; and the `source` of each.
         structured: What the merged model answers where JSON or a tool call is due.
         laps_seconds: Seconds of each part.
@@ -64,8 +64,8 @@ def measure(context: StageContext, rows: Rows, chosen: Sequence[int]) -> Found:
     device = hardware.device()
     dataset = context.inputs["dataset"].path
     found = Found()
-    places, home, moved = misplaced(rows, chosen)
-    tokens = home.supervised()
+    tried = misplaced(rows, chosen)
+    home, moved = tried.home, tried.moved
     found.questions["source"] = list(home.sources)
     clock = Clock()
     with Progress("evaluate", total=4 * len(chosen), unit="row") as progress:
@@ -74,10 +74,10 @@ def measure(context: StageContext, rows: Rows, chosen: Sequence[int]) -> Found:
         said = functools.partial(progress.advance, detail="base")
         found.sums["base"] = row_losses(model, rows, chosen, done=said).sums
         if len(home):
-            own = found.sums["base"][places]
-            # Of rows with several answers the last one's own loss is not known yet.
-            whole = rows.supervised()[[chosen[place] for place in places]]
-            several = np.flatnonzero(tokens != whole).tolist()
+            own = found.sums["base"][tried.places]
+            # Of rows with several answers the longest one's own loss is not known yet.
+            whole = rows.supervised()[[chosen[place] for place in tried.places]]
+            several = np.flatnonzero(home.supervised() != whole).tolist()
             if several:
                 own[several] = row_losses(model, home, several).sums
             other = row_losses(model, moved, range(len(moved))).sums
@@ -102,7 +102,7 @@ def measure(context: StageContext, rows: Rows, chosen: Sequence[int]) -> Found:
         found.sums["merged"] = found.merged.nats()
         clock.lap("scores of the merged model")
         if len(home):
-            own = last_nats(found.merged, places, tokens.tolist())
+            own = answer_nats(found.merged, tried)
             other = row_scores(model, moved, range(len(moved))).nats()
             found.questions["merged"] = {"own": own.tolist(), "other": other.tolist()}
         clock.lap("answers behind other questions")

@@ -34,7 +34,7 @@ _CPU_TRAIN_AROUND = 45.0
 # would take 0.47 s at the card's peak.
 _SCORE_SHARE, _LOSS_SHARE = 0.08, 0.14
 # Passes: adapter, merged, merged and rounded; the base gives losses alone. Base and merged model
-# see last answers once more, behind another question.
+# see the longest answers once more, behind another question.
 _SCORED, _LOST = 4, 2
 _EVALUATED = 3  # models that are loaded
 # GPTQ of 12 layers of a 7B on 16,384 tokens: 30.2 s (`quantize_h200_gptq.json`); another 32,768

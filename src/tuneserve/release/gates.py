@@ -38,8 +38,8 @@ class Evidence:
         kl: Summed divergence from the merged model of `served` and of `rtn`, plain 4-bit rounding;
             and of the merged model from the adapter, `merge`.
         flips: Tokens with another first choice than the merged model's, of the same two.
-        question_sources: Conversations of the rows whose last answer was also tried behind another
-            conversation's question; None: this was not measured.
+        question_sources: Conversations of the rows whose longest answer was also tried behind
+            another conversation's question; None: this was not measured.
         questions: Its summed loss there and where it belongs: `base_own`, `base_other`,
             `merged_own`, `merged_other`.
         answer_bytes: UTF-8 bytes of each row's last answer.
