@@ -4,12 +4,12 @@ anything is made. What is remote is left to the stage that reads it.
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.machinery import PathFinder
 from pathlib import Path
 
 from tuneserve.checkpoint.base import BUILTIN, is_folder
@@ -69,10 +69,13 @@ def check_tools(run: RunFile) -> None:
 
 
 def _has(python: str, module: str) -> bool:
-    """Whether the interpreter finds the module; it is not imported, which takes seconds."""
+    """Whether the interpreter finds the module; it is not imported, which takes seconds.
+
+    One that is installed for development may have a finder of its own, so all are asked.
+    """
     if python == sys.executable:
-        return PathFinder.find_spec(module) is not None
-    code = f"from importlib.machinery import PathFinder as p; print(p.find_spec({module!r}))"
+        return importlib.util.find_spec(module) is not None
+    code = f"from importlib.util import find_spec; print(find_spec({module!r}))"
     try:
         asked = [python, "-c", code]
         done = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)

@@ -179,3 +179,26 @@ def test_only_what_a_run_needs_is_looked_for(place: Path) -> None:
     bare.chmod(0o755)
     rest = f"engines:\n  quantize:\n    python: {bare}\nquantize:\n  methods: [none]\n"
     check_tools(load(place, "  base: org/name\n", rest=rest)[0])
+
+
+def test_what_is_installed_for_development_is_found(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such packages come from a finder of their own, which a .pth file sets up, and lie in no
+    folder of the path under their name."""
+    finder = """
+import importlib.machinery, sys
+class Finder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name in ("vllm", "gptqmodel"):
+            return importlib.machinery.ModuleSpec(name, None)
+sys.meta_path.append(Finder)
+"""
+    (place / "found_by.py").write_text(finder)
+    python = place / "development-python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S -c "import found_by; $2"\n')
+    python.chmod(0o755)
+    monkeypatch.setenv("PYTHONPATH", str(place))
+    engines = f"engines:\n  serve:\n    python: {python}\n  quantize:\n    python: {python}\n"
+    check_tools(load(place, "  base: org/name\n", rest=engines)[0])
