@@ -214,6 +214,7 @@ def test_packed_files(tmp_path: Path) -> None:
         ("a.pkl", pickle.dumps([{"prompt": "a"}]), "a Python pickle", "one object a line"),
         ("a.jsonl", b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS", "git lfs pull"),
         ("a.jsonl", b"\n <!DOCTYPE html><p>Sign in</p>", "a web page", "download the file"),
+        ("b.jsonl", b"\xef\xbb\xbf<html>", "a web page", "download the file"),
         ("a.jsonl", b"<HTML><body>404</body></HTML>", "a web page", "download the file"),
         ("a.xml", b"<?xml version='1.0'?><a/>", "an XML document", "one object a line"),
     ],
@@ -247,6 +248,7 @@ def test_what_is_no_data_file_is_called_by_its_name(
         ('{"messages": []},\n' * 3, "remove the commas behind the lines, or put [ before"),
         ("{broken,\n", "mend the line;"),
         ('{"data": [{"a": 1}], "version": 2}', "jq -c '.data[]' FILE > NEW"),
+        ('{"my data": [{"a": 1}]}', "jq -c '.[\"my data\"][]' FILE > NEW"),
         ('{"dialog": [{"a": 1}]}\n' * 2, "rename the columns to prompt and completion"),
     ],
 )

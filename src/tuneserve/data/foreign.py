@@ -47,7 +47,8 @@ def refuse_foreign(path: str, head: bytes) -> None:
     Raises:
         DataError: It says what the file is.
     """
-    start = head[:64].lstrip().lower() if head.lstrip()[:1] == b"<" else head
+    text = head[:64].removeprefix(b"\xef\xbb\xbf").lstrip().lower()
+    start = text if text[:1] == b"<" else head
     found = next(((what, hint) for mark, what, hint in _KINDS if start.startswith(mark)), None)
     if head[_TAR_AT:].startswith(_TAR_MARK):
         found = ("a tar archive", "unpack it (tar -xf FILE) and name the files in it")

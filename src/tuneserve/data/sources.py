@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections import Counter
@@ -175,7 +176,8 @@ def _what_to_rename(row: dict[str, Any], *, alone: bool) -> str:
             f'conversation as {{"messages": [{{"role", "content"}}, ...]}}; {formats}'
         )
     if alone and (key := rows_inside(row)):
-        return f"the rows are in {key}: write them one a line: jq -c '.{key}[]' FILE > NEW"
+        inside = "." + key if key.isidentifier() else f".[{json.dumps(key)}]"
+        return f"the rows are in {key}: write them one a line: jq -c '{inside}[]' FILE > NEW"
     if len(row) == 1 and ";" in (only := next(iter(row))):
         return f"save it with commas, not semicolons, between the columns {only}"
     names = {key.strip().lower(): key for key in row}
