@@ -4,7 +4,6 @@ anything is made. What is remote is left to the stage that reads it.
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shutil
 import subprocess
@@ -71,10 +70,11 @@ def check_tools(run: RunFile) -> None:
 def _has(python: str, module: str) -> bool:
     """Whether the interpreter finds the module; it is not imported, which takes seconds.
 
-    One that is installed for development may have a finder of its own, so all are asked.
+    One that is installed for development may have a finder of its own, so all are asked; not
+    `sys.modules`, where a process that trains has None for what it must not import.
     """
     if python == sys.executable:
-        return importlib.util.find_spec(module) is not None
+        return any(finder.find_spec(module, None) for finder in sys.meta_path)
     code = f"from importlib.util import find_spec; print(find_spec({module!r}))"
     try:
         asked = [python, "-c", code]

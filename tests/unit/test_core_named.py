@@ -181,6 +181,13 @@ def test_only_what_a_run_needs_is_looked_for(place: Path) -> None:
     check_tools(load(place, "  base: org/name\n", rest=rest)[0])
 
 
+def test_what_this_process_must_not_import_is_found_all_the_same(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "gptqmodel", None)
+    check_tools(load(place, "  base: org/name\n")[0])
+
+
 def test_what_is_installed_for_development_is_found(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
