@@ -34,7 +34,7 @@ from tuneserve.merge.prepare import (
     refuse_quantized,
 )
 from tuneserve.merge.proof import FORMAT, versions
-from tuneserve.merge.run import MergeResult, peak_rss_bytes
+from tuneserve.merge.result import MergeResult, peak_rss_bytes
 from tuneserve.merge.space import SPARE_BYTES, check_room, full_disk_said
 from tuneserve.progress import human_bytes
 

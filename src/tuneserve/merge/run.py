@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from tuneserve.merge.journal import JOURNAL_NAME, PART_SUFFIX, PROOF_NAME, Journ
 from tuneserve.merge.plan import MergePlan
 from tuneserve.merge.prepare import BaseWeights, Job, prepare
 from tuneserve.merge.proof import FORMAT, read_proof, summarize_survival, versions
+from tuneserve.merge.result import MergeResult, peak_rss_bytes
 from tuneserve.merge.space import SPARE_BYTES, check_room, owned
 from tuneserve.merge.stream import ShardStream
 from tuneserve.merge.tiling import header_bytes
@@ -33,37 +34,6 @@ if TYPE_CHECKING:
     from tuneserve.merge.sample import Sampler
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class MergeResult:
-    """What a merge did.
-
-    Attributes:
-        seconds: Wall time of this call.
-        peak_rss_bytes: Largest resident memory of this process since it started (VmHWM).
-        bytes_written: Bytes of weights that this call wrote; less than the whole after a resume.
-        merged: Tensors that were changed.
-        copied: Tensors that are byte for byte the base's.
-        delta_survival: Share of the adapter's change that survived rounding, over all tensors.
-        sampled: Tensors compared with PEFT's own layer.
-        sampled_equal: How many of them were equal bit for bit.
-        notes: What had to be said: repairs, missing tokenizer, missing fingerprint.
-    """
-
-    seconds: float
-    peak_rss_bytes: int
-    bytes_written: int
-    merged: int
-    copied: int
-    delta_survival: float | None = None
-    sampled: int = 0
-    sampled_equal: int = 0
-    notes: tuple[str, ...] = field(default_factory=tuple)
-
-    def to_json(self) -> dict[str, Any]:
-        """As a dictionary of plain values."""
-        return {**asdict(self), "notes": list(self.notes)}
 
 
 def merge_adapter(
@@ -326,12 +296,6 @@ def _checked(answer: dict[str, Any], adapter: Path) -> dict[str, Any]:
             rounded[0]["name"],
         )
     return answer
-
-
-def peak_rss_bytes() -> int:
-    """The largest resident memory of this process so far (VmHWM)."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
 def _result(proof: Mapping[str, Any], started: float, bytes_written: int) -> MergeResult:

@@ -20,6 +20,7 @@ from typing import Any
 from tuneserve.checkpoint.headers import TensorInfo, read_header
 from tuneserve.merge.imports import uncollected
 from tuneserve.merge.plan import MergePlan, Output
+from tuneserve.merge.result import peak_rss_bytes
 
 _SAMPLES = 8
 _ROWS = 128
@@ -296,8 +297,7 @@ def _serve() -> None:
         del sys.modules[name]
     for line in sys.stdin:
         answer = compare(json.loads(line))
-        status = Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]
-        answer["peak_rss_bytes"] = int(status) * 1024
+        answer["peak_rss_bytes"] = peak_rss_bytes()
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
 

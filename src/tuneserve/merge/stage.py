@@ -11,7 +11,8 @@ from tuneserve.errors import OutputExists
 from tuneserve.merge.journal import PROOF_NAME
 from tuneserve.merge.picture import PLOT_NAME, plot_change
 from tuneserve.merge.proof import read_proof
-from tuneserve.merge.run import MergeResult, merge_adapter
+from tuneserve.merge.result import MergeResult
+from tuneserve.merge.run import merge_adapter
 from tuneserve.stages import StageContext
 
 log = logging.getLogger(__name__)
