@@ -32,7 +32,12 @@ def visible_gpus() -> list[str]:
     names = [name.strip() for name in listed.split(",") if name.strip()]
     if "-1" in names:  # CUDA stops at the first number that is no card
         names = names[: names.index("-1")]
-    return names
+    return names[:1] if names and names[0].startswith("MIG-") else names  # it shows one slice
+
+
+def has_driver() -> bool:
+    """Whether NVIDIA's driver knows a card here, hidden or not."""
+    return any(_DRIVER_CARDS.glob("*"))
 
 
 def card_ids() -> list[str]:
@@ -65,11 +70,17 @@ def ask_driver(query: str, *, silent: bool = False) -> list[list[str]]:
         query: Such as ``--query-gpu=name,memory.total``.
         silent: Whether no answer needs no word.
     """
+    text = run_smi(query, "--format=csv,noheader,nounits", silent=silent)
+    return [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line]
+
+
+def run_smi(*arguments: str, silent: bool = False) -> str:
+    """What `nvidia-smi` prints; empty as for `ask_driver`."""
     if not shutil.which("nvidia-smi"):
-        return []
+        return ""
     try:
         done = subprocess.run(
-            ["nvidia-smi", query, "--format=csv,noheader,nounits"],
+            ["nvidia-smi", *arguments],
             capture_output=True,
             text=True,
             errors="replace",  # other users' processes are called as they like
@@ -79,5 +90,5 @@ def ask_driver(query: str, *, silent: bool = False) -> list[list[str]]:
     except (OSError, subprocess.SubprocessError) as error:
         if not silent:
             log.warning("nvidia-smi did not answer (%s); going on as without a GPU", error)
-        return []
-    return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line]
+        return ""
+    return done.stdout

@@ -207,6 +207,9 @@ def _companions(installed: Lookup) -> Finding:
 def _gpu(gpu: Gpu | None) -> Finding:
     if gpu is None:
         return Finding("GPU", "ok", "none: everything runs on the CPU, with small models")
+    if not gpu.total_bytes:
+        advice = "check the driver: neither nvidia-smi nor CUDA tells it"
+        return Finding("GPU", "fail", f"{gpu.name}, whose memory is not known", advice)
     text = f"{gpu.name}, {human_bytes(gpu.free_bytes)} of {human_bytes(gpu.total_bytes)} free"
     if not gpu.has_bf16:
         text += "; without bfloat16, so it computes in float16"

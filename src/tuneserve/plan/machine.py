@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tuneserve.cpu import has_bf16
-from tuneserve.devices import BF16_CAPABILITY, ask_driver
+from tuneserve.devices import BF16_CAPABILITY, ask_driver, has_driver
+from tuneserve.errors import ResourceError
 from tuneserve.places import run_root
+from tuneserve.plan.slices import Slice, ask_cuda, memory_by_name, slices
 
+log = logging.getLogger(__name__)
 _MIB = 2**20
 
 
@@ -30,8 +35,8 @@ class GpuProcess:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One card. `free_bytes` is what its driver reports, whoever holds the rest; `capability` is
-    its compute capability, None where it is not known.
+    """One card, or a MIG slice of one. `free_bytes` is what its driver reports, whoever holds the
+    rest; `capability` is its compute capability, None where it is not known.
     """
 
     name: str
@@ -44,6 +49,20 @@ class Gpu:
     def has_bf16(self) -> bool:
         """Whether it multiplies bfloat16; assumed of a card that is not known."""
         return self.capability is None or self.capability >= BF16_CAPABILITY
+
+    def check_memory_known(self) -> None:
+        """Refuse a card of which nobody tells the memory.
+
+        Raises:
+            ResourceError: Neither `nvidia-smi` nor CUDA does.
+        """
+        if not self.total_bytes:
+            raise ResourceError(
+                f"the memory of {self.name} is not known: neither nvidia-smi nor CUDA tells it",
+                expected="memory.total of `nvidia-smi --query-gpu`, `nvidia-smi -q -x` or CUDA",
+                hint="check the driver; `tuneserve plan RUN.yaml --gpu-memory 24GiB` plans for a "
+                "card of that size, and an empty CUDA_VISIBLE_DEVICES stays on the CPU",
+            )
 
     @property
     def held_by_us_bytes(self) -> int:
@@ -87,12 +106,17 @@ def look(disk: Path, *, gpu_memory_bytes: int | None = None, gpus: int = 1) -> M
         disk: Where artifacts go; it need not exist yet.
         gpu_memory_bytes: Size of a card to suppose.
         gpus: Cards that share the work.
+
+    Raises:
+        ResourceError: There is a card, and nobody tells its memory.
     """
     total, free = memory()
     existing = disk
     while not existing.exists():
         existing = existing.parent
     cards = visible_cards() if gpu_memory_bytes is None else []
+    for card in cards[:gpus]:
+        card.check_memory_known()
     gpu = min(cards[:gpus], key=lambda card: card.free_bytes, default=None)
     if gpu_memory_bytes is not None:
         name = f"a {gpu_memory_bytes / 2**30:.0f} GiB GPU"  # as new as one with bfloat16
@@ -115,27 +139,126 @@ def first_gpu(environment: Mapping[str, str] = os.environ) -> Gpu | None:
 
 
 def visible_cards(environment: Mapping[str, str] = os.environ) -> list[Gpu]:
-    """The cards that CUDA would show, in its order, by `nvidia-smi`."""
-    asked = "--query-gpu=index,uuid,name,memory.total,memory.free"
-    # Drivers before 510 do not know the last field, and answer nothing at all.
-    rows = ask_driver(f"{asked},compute_cap", silent=True) or ask_driver(asked)
+    """The cards that CUDA would show, in its order, by `nvidia-smi`; of MIG slices the first."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        wanted = [name.strip() for name in visible.split(",") if name.strip()]
-        rows = [r for name in wanted for r in rows if r[0] == name or r[1].startswith(name)]
-    if not rows:
-        return []
-    held = ask_driver("--query-compute-apps=gpu_uuid,pid,process_name,used_memory")
-    return [
-        Gpu(
-            name,
-            _mib(total),
-            _mib(free),
-            tuple(_process(*p) for o, *p in held if o == uuid and len(p) >= 3 and p[0].isdigit()),
-            _capability(*rest),
+    return _measured(_shown(_devices(visible), visible))
+
+
+def all_cards() -> list[Gpu]:
+    """All cards and slices of the machine, whatever CUDA_VISIBLE_DEVICES shows us of them."""
+    return _measured(_devices(None))
+
+
+@dataclass(frozen=True)
+class _Device:
+    """A card or a slice of one, as `nvidia-smi` has it; memory in MiB, where it is a number."""
+
+    index: str
+    uuid: str
+    name: str
+    total: str
+    free: str
+    capability: tuple[int, int] | None
+    part: Slice | None = None
+
+    def is_called(self, name: str) -> bool:
+        part = self.part
+        return (
+            name == self.index
+            or self.uuid.startswith(name)
+            or (part is not None and (part.uuid.startswith(name) or part.place == name))
         )
-        for _, uuid, name, total, free, *rest in rows
-    ]
+
+
+def _devices(visible: str | None) -> list[_Device]:
+    asked = "--query-gpu=index,uuid,name,memory.total,memory.free"
+    # Drivers before 510 do not know the field before the last, and answer nothing at all.
+    rows = ask_driver(f"{asked},compute_cap,mig.mode.current", silent=True) or ask_driver(asked)
+    rows = [row for row in rows if len(row) >= 5]
+    named = "MIG-" in (visible or "") or (visible != "" and has_driver())
+    if named and not shutil.which("nvidia-smi"):
+        _say(
+            "there is no nvidia-smi to ask about the GPU: going on as without one; in a container, "
+            "NVIDIA_DRIVER_CAPABILITIES=compute,utility brings it"
+        )
+    unclear = any("Enabled" in row[6:] or not row[3].isdigit() for row in rows)
+    parts = slices() if unclear or "MIG-" in (visible or "") else []
+    found = []
+    for index, uuid, name, total, free, *rest in rows:
+        capability = _capability(*rest[:1])
+        mine = [part for part in parts if part.card == uuid]
+        for part in mine:
+            whole = f"{name} MIG {part.profile}"  # as CUDA calls it
+            found.append(_Device(index, uuid, whole, *part.memory, capability, part))
+        if not mine and "Enabled" in rest[1:]:
+            _say(
+                f"{name} ({uuid}) is in MIG mode, and no slice of it can be seen here: it cannot "
+                "be used; `nvidia-smi -L` lists the slices, `sudo nvidia-smi mig -cgi` makes them"
+            )
+        elif not mine:
+            found.append(_Device(index, uuid, name, total, free, capability))
+    return found
+
+
+def _shown(devices: list[_Device], visible: str | None) -> list[_Device]:
+    """What CUDA shows of them, in its order: one slice, and no card beside it."""
+    found = devices if visible is None else []
+    for name in (visible or "").split(","):
+        named = [device for device in devices if device.is_called(name.strip())]
+        if not name.strip():
+            continue
+        if not named:  # CUDA stops there
+            if devices and name.strip() != "-1":
+                _say(
+                    f"CUDA_VISIBLE_DEVICES: {name.strip()} is none of the devices that "
+                    "`nvidia-smi -L` lists, and CUDA shows none from there on"
+                )
+            break
+        found += named
+    several = [device for device in found if device.part]
+    if len(several) > 1:
+        first, other = several[0].part, several[1].part
+        assert first is not None and other is not None
+        _say(
+            f"CUDA shows a process one MIG slice: {first.uuid} ({first.profile}), the first of "
+            f"{len(several)}; CUDA_VISIBLE_DEVICES={other.uuid} takes another"
+        )
+    return several[:1] or found
+
+
+@functools.cache
+def _say(text: str) -> None:
+    """Once in a process, which may look at its cards every second."""
+    log.warning("%s", text)
+
+
+def _measured(devices: list[_Device]) -> list[Gpu]:
+    whole = any(device.part is None for device in devices)
+    asked = "--query-compute-apps=gpu_uuid,pid,process_name,used_memory"
+    held = [row for row in ask_driver(asked) if len(row) > 3] if whole else []
+    found = []
+    for device in devices:
+        processes: Sequence[Sequence[str]] = [rest for uuid, *rest in held if uuid == device.uuid]
+        if device.part:
+            processes = device.part.processes
+        total, free = _memory(device)
+        known = tuple(_process(*process) for process in processes if process[0].isdigit())
+        found.append(Gpu(device.name, total, free, known, device.capability))
+    return found
+
+
+def _memory(device: _Device) -> tuple[int, int]:
+    """Total and free bytes; 0 where nothing tells them."""
+    part, total, free = device.part, device.total, device.free
+    if not (total.isdigit() and free.isdigit()):  # in some containers; of cards that share the RAM
+        total, free = ask_cuda(part.uuid if part else device.uuid)
+    if not total.isdigit() and part and (least := memory_by_name(part.profile)):
+        _say(
+            f"neither nvidia-smi nor CUDA tells the memory of {device.name}: it is taken for "
+            f"{least} MiB, by its name, all of it free"
+        )
+        total = free = str(least)
+    return _mib(total), _mib(free)
 
 
 def driver_version() -> str | None:

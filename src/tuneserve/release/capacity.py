@@ -219,7 +219,7 @@ def read_free_memory(gpus: int = 1) -> FreeMemory:
     machine (and of the cgroup, if that is less).
 
     Raises:
-        ResourceError: There are GPUs, but fewer than `gpus`.
+        ResourceError: There are GPUs, but fewer than `gpus`, or nobody tells their memory.
     """
     gpu = _gpu_memory(gpus)
     if gpu:
@@ -261,6 +261,8 @@ def _gpu_memory(gpus: int) -> FreeMemory | None:
             expected="as many GPUs as it names",
             hint="lower serve.tensor_parallel",
         )
+    for card in cards[:gpus]:
+        card.check_memory_known()
     fullest = min(cards[:gpus], key=lambda card: card.free_bytes)
     holders = tuple(
         f"process {process.pid} ({process.name}): {process.used_bytes // 2**20} MiB"

@@ -19,7 +19,7 @@ from tuneserve.config import RunFile
 from tuneserve.errors import DeviceBusy
 from tuneserve.ladder import Execute
 from tuneserve.places import run_root
-from tuneserve.plan.machine import visible_cards
+from tuneserve.plan.machine import all_cards, visible_cards
 from tuneserve.release import mend, promote, state
 from tuneserve.release.address import Listen
 from tuneserve.release.layout import layout
@@ -146,8 +146,7 @@ def _is_elsewhere(servers: promote.Servers, name: str, gpus: int) -> bool:
         if release.name == name
         for pid in servers.keeper.members(server_program(release.id))
     }
-    # All cards of the machine, whatever CUDA_VISIBLE_DEVICES shows us of them.
-    anywhere = {process.pid for card in visible_cards({}) for process in card.processes}
+    anywhere = {process.pid for card in all_cards() for process in card.processes}
     ours = {process.pid for card in visible_cards()[:gpus] for process in card.processes}
     return bool(pids & anywhere) and not pids & ours
 
