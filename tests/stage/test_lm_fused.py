@@ -33,6 +33,26 @@ def several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "_PART_MULTIPLE", 128)
 
 
+@pytest.mark.parametrize("family", ["qwen2", "llama", "mistral", "qwen3", "smollm3", "gemma2"])
+def test_blocks_of_one_node_have_the_gradients_of_torchs_checkpoints(family: str) -> None:
+    """Bit for bit: the same is computed. Gemma's blocks norm their MLP's output, and stay."""
+    from tuneserve.lm.fuse import fuse
+    from tuneserve.train.recompute import recompute_blocks
+
+    found = []
+    for whole in (False, True):
+        model = make(torch.float32, "all-linear", nf4=family == "qwen2", family=family)
+        recompute_blocks(model, offload=False, whole=whole)
+        fuse(model)
+        found.append(step(model, recompute=True))
+        layers = model.get_base_model().model.layers
+        functions = [layer._gradient_checkpointing_func for layer in layers]
+        ours = [getattr(function, "__name__", "") == "as_node" for function in functions]
+        assert ours == [whole and family != "gemma2"] * 2
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(found[0][1][name], found[1][1][name]) for name in found[0][1])
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("nf4", [False, True])
 @pytest.mark.parametrize("targets", TARGETS, ids=str)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from small_lora import ATTENTION, IDS, make, step, worst
-from tuneserve.lm import frozen
+from tuneserve.lm import scratch
 from tuneserve.lm.fuse import fuse
 from tuneserve.lm.together import Handed
 from tuneserve.plan import fusedstep
@@ -203,13 +203,13 @@ def test_the_plan_counts_the_scratch_that_is_taken(
     model = make(torch.float32, ATTENTION, nf4=True)
     fuse(model)
     taken: list[int] = []
-    take = frozen.Borrowed.take
+    take = scratch.Borrowed.take
 
     def count(self: Any, device: Any, dtype: torch.dtype, *shapes: tuple[int, int]) -> Any:
         taken.append(sum(a * b * dtype.itemsize for a, b in shapes))
         return take(self, device, dtype, *shapes)
 
-    monkeypatch.setattr(frozen.Borrowed, "take", count)
+    monkeypatch.setattr(scratch.Borrowed, "take", count)
     x = torch.randn(1, rows, 128, requires_grad=True)
     one = attention(model)
     sum(getattr(one, name)(x).sum() for name in fusedstep.TOGETHER).backward()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -9,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from tuneserve.plan import fusedstep
 from tuneserve.train import offload
 from tuneserve.train.offload import BlockInputs
+from tuneserve.train.recompute import _as_one_node
 
 DEVICES = [
     "cpu",
@@ -17,10 +21,18 @@ DEVICES = [
 BLOCKS = 7
 
 
+def plain(function: Any, *args: Any) -> Any:
+    return checkpoint(function, *args, use_reentrant=False)
+
+
 def gradients(
-    blocks: list[torch.nn.Linear], rows: list[torch.Tensor], store: BlockInputs | None
+    blocks: list[torch.nn.Linear],
+    rows: list[torch.Tensor],
+    store: BlockInputs | None = None,
+    *,
+    node: bool = False,
 ) -> list[torch.Tensor]:
-    """Of several passes, one after the other, added up."""
+    """Of several passes, one after the other, added up; last, those of the rows."""
     for batch in rows:
         hidden = batch.requires_grad_()
         for number, block in enumerate(blocks):
@@ -28,10 +40,10 @@ def gradients(
             def run(x: torch.Tensor, block: torch.nn.Linear = block) -> torch.Tensor:
                 return x + block(x).sin()
 
-            around = store.around(checkpoint, number) if store else checkpoint
-            hidden = around(run, hidden, use_reentrant=False)
+            around = store.around(plain, number) if store else plain
+            hidden = (_as_one_node(around, number, store) if node else around)(run, hidden)
         hidden.square().mean().backward()
-    return [block.weight.grad for block in blocks]
+    return [block.weight.grad for block in blocks] + [batch.grad for batch in rows]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -39,7 +51,8 @@ def gradients(
     ("places", "place_bytes"),
     [(1, 2**40), (2, 2**40), (3, 2**40), (6, 2**40), (BLOCKS, 2**40), (20, 2**40), (6, 20_000)],
 )
-def test_gradients_are_bit_equal(device: str, places: int, place_bytes: int) -> None:
+@pytest.mark.parametrize("node", [False, True])
+def test_gradients_are_bit_equal(device: str, places: int, place_bytes: int, node: bool) -> None:
     """Also with shorter rows, with longer ones than before, and after a pass without a way back."""
     size = 512 if device == "cuda" else 32
     found = []
@@ -51,10 +64,48 @@ def test_gradients_are_bit_equal(device: str, places: int, place_bytes: int) -> 
         if store:
             lost = rows[0].clone().requires_grad_()
             for number in range(3):
-                lost = store.around(checkpoint, number)(torch.sin, lost, use_reentrant=False)
-        found.append(gradients(blocks, rows, store))
-    for plain, ours in zip(*found, strict=True):
-        assert torch.equal(plain, ours)
+                around = store.around(plain, number)
+                lost = (_as_one_node(around, number, store) if node else around)(torch.sin, lost)
+        found.append(gradients(blocks, rows, store, node=node and held))
+    for theirs, ours in zip(*found, strict=True):
+        assert torch.equal(theirs, ours)
+
+
+def test_a_block_as_one_node_has_the_same_gradients() -> None:
+    """Bit for bit; and with an input that needs none, its parameters still get theirs."""
+    found = []
+    for node in (False, True):
+        torch.manual_seed(0)
+        blocks = [torch.nn.Linear(8, 8) for _ in range(BLOCKS)]
+        found.append(gradients(blocks, [torch.randn(n, 8) for n in (5, 3)], node=node))
+    for theirs, ours in zip(*found, strict=True):
+        assert torch.equal(theirs, ours)
+    block, rows = torch.nn.Linear(8, 8), torch.randn(5, 8)
+    _as_one_node(plain, 0, None)(block, rows).sum().backward()
+    assert torch.allclose(block.weight.grad, rows.sum(0).expand(8, 8))
+
+
+def test_a_block_as_one_node_keeps_its_input_alone() -> None:
+    """Until its way back, and no longer, though the loss is still there."""
+    inputs: list[Any] = []
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        inputs.append(weakref.ref(x))
+        return x.sin().cos().exp()
+
+    hidden = torch.randn(5, 8, requires_grad=True)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        out = hidden * 1
+        for _ in range(3):
+            out = _as_one_node(plain, 0, None)(run, out)
+    assert [t.numel() for t in kept] == [40, 40, 40]
+    kept.clear()
+    loss = out.sum()
+    del out
+    assert all(x() is not None for x in inputs)
+    loss.backward()
+    assert len(inputs) == 6 and not any(x() is not None for x in inputs)
 
 
 def test_the_plan_counts_with_the_same_places() -> None:
@@ -74,10 +125,10 @@ def test_what_is_kept_is_the_place_alone() -> None:
     store = BlockInputs(torch.device("cpu"), BLOCKS, 3)
     kept: list[object] = []
     hidden = torch.randn(5, 8, requires_grad=True)
-    pack = store._pack
-    store._pack = lambda tensor, number: (kept.append(pack(tensor, number)), kept[-1])[1]  # type: ignore[method-assign]
+    pack = store.pack
+    store.pack = lambda tensor, number: (kept.append(pack(tensor, number)), kept[-1])[1]  # type: ignore[method-assign]
     for number in range(BLOCKS):
-        hidden = store.around(checkpoint, number)(torch.sin, hidden, use_reentrant=False)
+        hidden = store.around(plain, number)(torch.sin, hidden)
     assert len(kept) == BLOCKS and not any(isinstance(k, torch.Tensor) for k in kept)
     assert [len(store._here), len(store._host)] == [3, 4]
     assert sum(h.nbytes for h in store._here) == 3 * 5 * 8 * 4

@@ -1,4 +1,4 @@
-"""A frozen layer's weight, dequantized on demand, and the memory that such things borrow.
+"""A frozen layer's weight, dequantized on demand.
 
 Engine file: imports torch. A step dequantizes some thousand times, and where a launch takes as long
 as a product (a slow CPU, a small model) the calls themselves decide the speed. So on a GPU one
@@ -14,63 +14,11 @@ from torch import Tensor
 
 from tuneserve.lm import elementwise
 from tuneserve.lm.fourbit import FourBit
+from tuneserve.lm.scratch import borrowed
 
 _PROBE_ROWS = 64
 # A launch has a program for each row in the grid's second dimension, which CUDA limits.
 _MOST_ROWS = 65_535
-_ALIGN = 512
-_MOST_VIEWS = 512
-
-
-class Borrowed:
-    """Scratch memory of one device, lent to one caller at a time and never given back.
-
-    Buffers of a step's widest moment come and go with every block; taken from the allocator, they
-    leave holes that the lasting tensors of the next block tear up. All borrowers work on one
-    stream, one after the other, and none keeps what it borrowed beyond its own call.
-    """
-
-    def __init__(self) -> None:
-        self._flat: dict[torch.device, Tensor] = {}
-        self._views: dict[tuple[Any, ...], list[Tensor]] = {}
-
-    def take(self, device: torch.device, dtype: torch.dtype, *shapes: tuple[int, int]) -> Any:
-        """Tensors of these shapes, contents undefined; all of what was lent before is void."""
-        if device.type != "cuda":  # the C library hands out what was just freed
-            return [torch.empty(shape, dtype=dtype) for shape in shapes]
-        key = (device, dtype, shapes)
-        views = self._views.get(key)
-        if views is None:
-            if len(self._views) > _MOST_VIEWS:  # lengths of batches differ
-                self._views.clear()
-            views = self._views[key] = self._cut(device, dtype, shapes)
-        return views
-
-    def _cut(
-        self, device: torch.device, dtype: torch.dtype, shapes: tuple[tuple[int, int], ...]
-    ) -> list[Tensor]:
-        sizes = [-(-rows * width * dtype.itemsize // _ALIGN) * _ALIGN for rows, width in shapes]
-        flat = self._flat.get(device)
-        if flat is None or flat.numel() < sum(sizes):
-            self._flat.pop(device, None)
-            self._views = {key: found for key, found in self._views.items() if key[0] != device}
-            del flat
-            flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-            self._flat[device] = flat
-        views, begin = [], 0
-        for (rows, width), size in zip(shapes, sizes, strict=True):
-            part = flat[begin : begin + rows * width * dtype.itemsize]
-            views.append(part.view(dtype).view(rows, width))
-            begin += size
-        return views
-
-    def release(self) -> None:
-        """Give everything back; what was lent before is void."""
-        self._flat.clear()
-        self._views.clear()
-
-
-borrowed = Borrowed()
 
 
 class Weight:
@@ -120,8 +68,8 @@ class Weight:
         assert out is not None
         first, last = begin * self.in_features, end * self.in_features
         if self._fast is not None:
-            whole = out.view(1, -1)  # rows below one another lie together
-            elementwise.dequantize(self._fast, first // self._fast.block_size, 0, whole)
+            size = self._fast.block_size
+            elementwise.dequantize(self._fast, first // size, self.in_features // size, out)
             return out
         state = self._state
         scales = self.scales() if scales is None else scales
@@ -188,7 +136,7 @@ def _fast(stored: Tensor, state: Any) -> FourBit | None:
     blocks = width // found.block_size
     first, begin = max(0, rows - _PROBE_ROWS), blocks // 2
     below = torch.empty_like(whole[first:])
-    elementwise.dequantize(found, first * blocks, 0, below.view(1, -1))
+    elementwise.dequantize(found, first * blocks, blocks, below)
     beside = torch.empty_like(whole[:, begin * found.block_size :])
     elementwise.dequantize(found, begin, blocks, beside)
     same = torch.equal(below, whole[first:])

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from tuneserve.lm import elementwise
-from tuneserve.lm.frozen import Weight, borrowed
+from tuneserve.lm.frozen import Weight
 from tuneserve.lm.rows import IGNORED
+from tuneserve.lm.scratch import MlpPart, MlpScratch, borrowed
 
 # The MLP goes through its inner width in parts whose activations and dequantized weights take about
 # this much, so that neither the width nor the rows decide the peak; narrower parts than _PART_WIDTH
@@ -177,59 +178,56 @@ class _Work:
         gate, up, down = (layer.weight for layer in layers)
         self._together = gate.quantized and up.quantized
         rows = len(x)
-        shapes = [(rows, width), (rows, 2 * width if both else 0)]
-        shapes += [(2 * width, gate.in_features)] if self._together else []
-        shapes += [(down.out_features, width)] if down.quantized else []
-        parts = borrowed.take(x.device, x.dtype, *shapes)
-        self._product, self._both, self._pair = parts[0], parts[1], parts[2:3]
-        self._down = parts[-1] if down.quantized else None
+        shapes = [
+            (rows, width),
+            (rows, 2 * width if both else 0),
+            (2 * width if self._together else 0, gate.in_features),
+            (down.out_features if down.quantized else 0, width),
+        ]
+        self._scratch = borrowed.take(x.device, x.dtype, *shapes, form=MlpScratch)
         self._scales = [weight.scales() for weight in (gate, up, down)]
         self.inner = [None if a is None else x @ a.t() for a, _ in self._factors]
 
-    def product(self, width: int) -> Tensor:
-        """[rows, width] for the gate's product or its gradient."""
-        product = self._product
-        return (
-            product
-            if product.shape[1] == width
-            else product.view(-1)[: len(product) * width].view(len(product), width)
-        )
+    def part(self, width: int) -> MlpPart:
+        """Memory for a part of this width."""
+        part: MlpPart = self._scratch.part(width)
+        return part
 
-    def weights(self, begin: int, end: int) -> list[Tensor]:
+    def weights(self, begin: int, end: int, part: MlpPart) -> list[Tensor]:
         """Rows of gate and of up: one tensor where they are dequantized, else two."""
         gate, up = self._layers[0].weight, self._layers[1].weight
         if not self._together:
             return [gate.rows(begin, end, None, None), up.rows(begin, end, None, None)]
-        width = end - begin
-        pair = self._pair[0][: 2 * width]
-        gate.rows(begin, end, self._scales[0], pair[:width])
-        up.rows(begin, end, self._scales[1], pair[width:])
-        return [pair]
+        gate.rows(begin, end, self._scales[0], part.weights[0])
+        up.rows(begin, end, self._scales[1], part.weights[1])
+        return [part.pair]
 
-    def down(self, begin: int, end: int) -> Tensor:
-        """[out, end - begin]: columns of the down projection."""
-        part, width = self._down, end - begin
-        if part is not None and part.shape[1] != width:
-            part = part.view(-1)[: len(part) * width].view(len(part), width)
-        return self._layers[2].weight.columns(begin, end, self._scales[2], part)
+    def down(self, begin: int, end: int, part: MlpPart) -> tuple[Tensor, Tensor]:
+        """Columns of the down projection, [out, end - begin], and the same transposed."""
+        weight = self._layers[2].weight
+        if weight.quantized:
+            return weight.columns(begin, end, self._scales[2], part.down), part.down_t
+        columns = weight.columns(begin, end, None, None)
+        return columns, columns.t()
 
-    def both(self, width: int) -> Tensor:
-        """[rows, 2 width] for gate and up projection, or their gradients, beside one another."""
-        rows = len(self._x)
-        if self._both.shape[1] == 2 * width:
-            return self._both
-        return self._both.view(-1)[: rows * 2 * width].view(rows, 2 * width)
+    def project(
+        self, begin: int, end: int, weights: list[Tensor], part: MlpPart, kept: Any = None
+    ) -> tuple[Tensor, Tensor]:
+        """Gate and up projection of a part of the inner width.
 
-    def project(self, begin: int, end: int, weights: list[Tensor], out: tuple[Tensor, ...]) -> None:
-        """Gate and up projection of this part of the inner width: into one tensor, or into two."""
-        width = end - begin
-        halves = out if len(out) == 2 else (out[0][:, :width], out[0][:, width:])
-        if len(weights) == len(out) == 1:
-            torch.mm(self._x, weights[0].t(), out=out[0])
+        Args:
+            begin: First column of the inner width.
+            end: One after the last.
+            weights: As `weights` gives them.
+            part: Memory of the part.
+            kept: Two of [rows, end - begin], to write them into; None: `part.halves`.
+        """
+        halves: tuple[Tensor, Tensor] = part.halves if kept is None else kept
+        if len(weights) == 1 and kept is None:
+            torch.mm(self._x, part.pair_t, out=part.both)
         else:
-            if len(weights) == 1:
-                weights = [weights[0][:width], weights[0][width:]]
-            for half, weight in zip(halves, weights, strict=True):
+            parts = part.weights if len(weights) == 1 else weights
+            for half, weight in zip(halves, parts, strict=True):
                 torch.mm(self._x, weight.t(), out=half)
         for at, (_, b) in enumerate(self._factors):
             layer = self._layers[at]
@@ -237,6 +235,7 @@ class _Work:
                 halves[at].add_(layer.weight.bias[begin:end])
             if b is not None:
                 halves[at].addmm_(self.inner[at], b[begin:end].t(), alpha=layer.scale)
+        return halves
 
 
 def _forward(
@@ -250,17 +249,13 @@ def _forward(
     half = 0 if kept is None else kept.shape[1] // 2
     y = inner = None
     for begin, end in parts:
-        width = end - begin
-        weights = work.weights(begin, end)
-        if kept is None:
-            both = work.both(width)
-            work.project(begin, end, weights, (both,))
-            gate, up = both[:, :width], both[:, width:]
-        else:
-            gate, up = kept[:, begin:end], kept[:, half + begin : half + end]
-            work.project(begin, end, weights, (gate, up))
-        product = elementwise.silu_mul(gate, up, work.product(width))
-        y = _add(y, product, work.down(begin, end).t())
+        part = work.part(end - begin)
+        into = None
+        if kept is not None:
+            into = (kept[:, begin:end], kept[:, half + begin : half + end])
+        gate, up = work.project(begin, end, work.weights(begin, end, part), part, into)
+        product = elementwise.silu_mul(gate, up, part.product)
+        y = _add(y, product, work.down(begin, end, part)[1])
         if a is not None:
             inner = _add(inner, product, a[:, begin:end].t())
     assert y is not None
@@ -299,16 +294,14 @@ class _Backward:
 
     def part(self, begin: int, end: int) -> None:
         """Go back through this part of the inner width."""
-        work, width = self._work, end - begin
-        weights, both = work.weights(begin, end), work.both(end - begin)
-        halves = (both[:, :width], both[:, width:])
+        work, part = self._work, self._work.part(end - begin)
+        weights, halves = work.weights(begin, end, part), part.halves
         if self._kept is None:
-            work.project(begin, end, weights, (both,))
-            gate, up = halves
+            gate, up = work.project(begin, end, weights, part)
         else:
             half = self._kept.shape[1] // 2
             gate, up = self._kept[:, begin:end], self._kept[:, half + begin : half + end]
-        d = torch.mm(self._d, work.down(begin, end), out=work.product(width))
+        d = torch.mm(self._d, work.down(begin, end, part)[0], out=part.product)
         down_a = self._factors[4]
         if down_a is not None:
             d.addmm_(self._back, down_a[:, begin:end])
@@ -323,7 +316,7 @@ class _Backward:
             self._d_inner[at] = _add(self._d_inner[at], half, b[begin:end])
             scaled_product(half.t(), work.inner[at], scale, self._found[2 * at + 1][begin:end])
         if len(weights) == 1:
-            self._dx = _add(self._dx, both, weights[0])
+            self._dx = _add(self._dx, part.both, weights[0])
         else:
             for half, weight in zip(halves, weights, strict=True):
                 self._dx = _add(self._dx, half, weight)

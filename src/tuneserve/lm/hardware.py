@@ -55,7 +55,7 @@ def release_memory() -> None:
     """Give back what dropped models held: scratch, Python's cycles, the allocator's cache."""
     import gc
 
-    from tuneserve.lm.frozen import borrowed
+    from tuneserve.lm.scratch import borrowed
 
     borrowed.release()
     gc.collect()

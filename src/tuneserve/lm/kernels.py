@@ -247,16 +247,16 @@ def _launch(
     arguments = (*tensors, *floats, *numbers, *constants)
     types = [tensor.dtype for tensor in tensors]
     # By identity: Triton's own hash of a kernel takes a lock. None of these kernels ever goes away.
-    key = (id(kernel), tensors[0].get_device(), numbers, constants, *types)
+    key = (id(kernel), tensors[0].get_device(), grid, numbers, constants, *types)
     found = _compiled.get(key) if address % 16 == 0 else None
     if found is not None:
-        found[grid](*arguments)
+        found(*arguments)
         return
     made = kernel[grid](*arguments, **options)
     if address % 16 == 0 and hasattr(made, "function"):
         if len(_compiled) > _MOST_FORMS:  # lengths of batches differ
             _compiled.clear()
-        _compiled[key] = made
+        _compiled[key] = made[grid]
 
 
 def silu_mul(gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -326,6 +326,8 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, scale: float) -> t
 def dequantize(stored: FourBit, first: int, row_blocks: int, out: torch.Tensor) -> None:
     """See `tuneserve.lm.elementwise`."""
     rows, blocks = out.shape[0], out.shape[1] // stored.block_size
+    if row_blocks == blocks:  # rows that lie below one another are one
+        rows, blocks = 1, rows * blocks
     tile = _ROW_BLOCKS if rows == 1 else _COLUMN_BLOCKS
     tensors = (
         stored.packed,

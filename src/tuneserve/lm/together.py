@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tuneserve.lm.frozen import borrowed
 from tuneserve.lm.fused import Layer, scaled_product, shaped
+from tuneserve.lm.scratch import borrowed
 
 Factors = Sequence[Tensor | None]
 

@@ -64,14 +64,15 @@ class BlockInputs:
             wanted = args[0].data_ptr() if isinstance(args[0], torch.Tensor) else None
 
             def pack(tensor: torch.Tensor) -> Any:
-                return self._pack(tensor, number) if tensor.data_ptr() == wanted else tensor
+                return self.pack(tensor, number) if tensor.data_ptr() == wanted else tensor
 
-            with saved_tensors_hooks(pack, self._unpack):
+            with saved_tensors_hooks(pack, self.unpack):
                 return checkpoint(function, *args, **kwargs)
 
         return held
 
-    def _pack(self, tensor: torch.Tensor, number: int) -> Any:
+    def pack(self, tensor: torch.Tensor, number: int) -> Any:
+        """What stands for the input of block `number`: itself, if there is no place for it."""
         if number == 0:
             self._make_room(tensor.nbytes)
             self._next = 0
@@ -89,7 +90,8 @@ class BlockInputs:
                 self._left[number] = self._mark(self._out)
         return kept
 
-    def _unpack(self, kept: Any) -> torch.Tensor:
+    def unpack(self, kept: Any) -> torch.Tensor:
+        """The input that `pack` was given; of the last block first."""
         if not isinstance(kept, _Kept):
             return kept
         # The block after this one has gone back, so another input may come into its place.
@@ -143,23 +145,3 @@ class BlockInputs:
     def _wait(self, event: Any) -> None:
         if event is not None:
             torch.cuda.current_stream(self._device).wait_event(event)
-
-
-def hold_block_inputs(model: Any) -> None:
-    """From when checkpointing is switched on, hold what its blocks keep; on a GPU only."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    device = next(model.parameters()).device
-    blocks = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    if device.type != "cuda" or len(blocks) <= OFFLOAD_PLACES:
-        return
-    store = BlockInputs(device, len(blocks), OFFLOAD_PLACES)
-    enable = model.gradient_checkpointing_enable
-
-    def enable_held(*args: Any, **kwargs: Any) -> None:
-        enable(*args, **kwargs)
-        for number, block in enumerate(blocks):
-            plain = block._gradient_checkpointing_func
-            block._gradient_checkpointing_func = store.around(plain, number)
-
-    model.gradient_checkpointing_enable = enable_held

@@ -30,8 +30,8 @@ from tuneserve.train.adapter import (
     unify_dtype,
 )
 from tuneserve.train.flat import can_be_flat, flat_optimizer
-from tuneserve.train.offload import hold_block_inputs
 from tuneserve.train.recipe import OFFLOAD, Recipe, rate_factor
+from tuneserve.train.recompute import recompute_blocks
 from tuneserve.train.trackers import guard_trackers
 from tuneserve.train.watching import LEAST_LOSS_SCALE
 
@@ -92,11 +92,12 @@ class RowTrainer(SFTTrainer):
         options = _arguments(train, recipe, work, checkpointing=bool(checkpointing))
         options["fp16"] = self._half
         options["ddp_find_unused_parameters"] = may_be_unused(model)
-        if checkpointing == OFFLOAD:
-            hold_block_inputs(model)
         if checkpointing:
             # Without dropout nothing random happens in a block, and no state is kept for it.
             random = train.lora.dropout > 0 or bool(getattr(config, "attention_dropout", 0))
+            # Several processes exchange gradients as they come, and count what brings them.
+            whole = not random and collective.ranks() == 1
+            recompute_blocks(model, offload=checkpointing == OFFLOAD, whole=whole)
             options["gradient_checkpointing_kwargs"] |= {
                 "preserve_rng_state": random,
                 # The number of kept tensors is compared in any case.

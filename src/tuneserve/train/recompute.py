@@ -1,0 +1,90 @@
+"""Gradient checkpointing of decoder blocks (Chen et al., 2016). Engine file: imports torch.
+
+torch's own way keeps, of each block, the graph that will be computed again, and calls Python twice
+for each tensor in it: where a launch takes as long as a product, a step waits for that. Here a
+block whose form is known is one autograd node: nothing but its input is kept, and its graph exists
+only while its gradients are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from tuneserve.lm.fuse import adds_mlp_last
+from tuneserve.train.offload import OFFLOAD_PLACES, BlockInputs
+
+
+class _Recomputed(torch.autograd.Function):
+    """A block's output, from its input; computed again on the way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, function: Any, number: int, store: BlockInputs | None
+    ) -> torch.Tensor:
+        """`function` of `hidden`, which is kept, or what `store` has for it."""
+        kept = hidden if store is None else store.pack(hidden, number)
+        ctx.function, ctx.store, ctx.kept = function, store, None
+        if isinstance(kept, torch.Tensor):
+            ctx.save_for_backward(kept)  # as an attribute it would live until the step's end
+        else:
+            ctx.kept = kept
+        out: torch.Tensor = function(hidden)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradient of the input; the block's parameters get theirs on the way."""
+        saved = ctx.saved_tensors
+        hidden = saved[0] if ctx.kept is None else ctx.store.unpack(ctx.kept)
+        hidden = hidden.detach().requires_grad_()
+        with torch.enable_grad():
+            edge = get_gradient_edge(ctx.function(hidden))  # the output itself is read by nobody
+        torch.autograd.backward([edge], gradients)
+        return hidden.grad, None, None, None
+
+
+def recompute_blocks(model: Any, *, offload: bool, whole: bool) -> None:
+    """From when checkpointing is switched on, do it as this module says, wherever it can be done.
+
+    Args:
+        model: Wrapped with an adapter.
+        offload: Keep inputs as `BlockInputs` does; on a GPU only.
+        whole: Whether blocks may be one node: nothing in them is random, and nobody else looks at
+            the gradients of their parameters while these are computed.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    device = next(model.parameters()).device
+    blocks = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    store = None
+    if offload and device.type == "cuda" and len(blocks) > OFFLOAD_PLACES:
+        store = BlockInputs(device, len(blocks), OFFLOAD_PLACES)
+    enable = model.gradient_checkpointing_enable
+
+    def enable_ours(*args: Any, **kwargs: Any) -> None:
+        enable(*args, **kwargs)
+        for number, block in enumerate(blocks):
+            function = block._gradient_checkpointing_func
+            if store is not None:
+                function = store.around(function, number)
+            if whole and adds_mlp_last(block, model.config):
+                function = _as_one_node(function, number, store)
+            block._gradient_checkpointing_func = function
+
+    model.gradient_checkpointing_enable = enable_ours
+
+
+def _as_one_node(
+    plain: Callable[..., Any], number: int, store: BlockInputs | None
+) -> Callable[..., Any]:
+    def as_node(function: Any, *args: Any) -> Any:
+        # A node whose input needs no gradient is none: its parameters would never get theirs.
+        if len(args) != 1 or not (torch.is_grad_enabled() and args[0].requires_grad):
+            return plain(function, *args)
+        return _Recomputed.apply(args[0], function, number, store)
+
+    return as_node
