@@ -14,14 +14,14 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from tuneserve.allowed import allowed_values, entry_of, section_of, yaml_value
+from tuneserve.allowed import allowed_values, section_of, yaml_value
 from tuneserve.config import RunFile
 from tuneserve.errors import TuneserveError, error_classes
 from tuneserve.plan.plan import Plan
 from tuneserve.plan.speed import step_seconds
 from tuneserve.plan.times import about, stage_times
 from tuneserve.runfile import load_run_file
-from tuneserve.section import Section
+from tuneserve.section import Section, entry_of
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # the tests load this file by its path
@@ -36,6 +36,9 @@ data and your card; [deploy/runs/](../deploy/runs/) has one for each size of car
 not known, or a value that is not allowed, is refused before anything starts, all of them at once.
 Relative paths are taken from the run file's own folder. Secrets are never in it: it names the
 environment variables that hold them.
+
+Plain values are read as YAML 1.2 has them: `no` and `22:22` are text, `012` is 12, `1e-4` a number.
+Where text is taken, a number is the text that stands there: `revision: 1.10` needs no quotes.
 
 Only `name`, `model.base` and `data.train` are required.
 

@@ -108,14 +108,3 @@ def yaml_value(value: Any) -> str:
 def section_of(kind: Any) -> type[Section] | None:
     """The section that an annotation is, if it is one."""
     return kind if isinstance(kind, type) and issubclass(kind, Section) else None
-
-
-def entry_of(kind: Any) -> Any:
-    """The annotation of a list's entries, also where the list is one of several ways; else None."""
-    if get_origin(kind) is list:
-        return get_args(kind)[0]
-    if get_origin(kind) is Annotated:
-        return entry_of(get_args(kind)[0])
-    if get_origin(kind) in (Union, types.UnionType):
-        return next(filter(None, map(entry_of, get_args(kind))), None)
-    return None

@@ -25,6 +25,7 @@ from tuneserve.policy import BudgetSection, NotifySection, OverlapSection
 from tuneserve.section import Section, Written
 from tuneserve.sizes import Size
 from tuneserve.thresholds import GatesSection as GatesSection
+from tuneserve.yamltext import written_of
 
 # A path, a hub id or an address; an address must not carry a secret.
 Place = Annotated[str, AfterValidator(without_secret)]
@@ -102,7 +103,7 @@ class DataSection(Section):
     @field_validator("train", "eval", mode="before")
     @classmethod
     def _one_path(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
+        return [value] if isinstance(value, str) or written_of(value) else value
 
 
 class LoraSection(Section):
@@ -299,7 +300,10 @@ class EngineSection(Section):
         None, description="Python interpreter for the stage; unset: the one running now."
     )
     max_seconds: float | None = Field(
-        None, gt=0, description="The stage is ended after this many seconds; unset: no limit."
+        None,
+        gt=0,
+        description="The stage is ended after this many seconds, all its attempts in one run "
+        "together; a run that is started again has them anew. Unset: no limit.",
     )
 
 
@@ -333,7 +337,7 @@ class RunFile(Section):
     _written: Written = PrivateAttr(default_factory=Written)
 
     def where(self, path: str) -> str:
-        """The path of a field, with file and line where the run was read from a file."""
+        """The path of a field, with file, line and column where the run was read from a file."""
         return self._written.where(path)
 
     name: str = Field(

@@ -15,7 +15,7 @@ from tuneserve.config import RunFile
 from tuneserve.errors import RunFileError
 from tuneserve.section import Section, Written
 from tuneserve.wrongfields import run_file_error
-from tuneserve.yamltext import lines_of, read_yaml
+from tuneserve.yamltext import places_of, read_yaml
 
 AnySection = TypeVar("AnySection", bound=Section)
 
@@ -72,17 +72,17 @@ def parse_run(
         data: The mapping, as read from YAML.
         source: What error messages call it.
         folder: Relative paths are made absolute from here; None leaves them as they are.
-        text: The YAML that it was read from: errors then say in which line.
+        text: The YAML that it was read from: errors then say line and column.
 
     Raises:
         RunFileError: Lists every wrong field with its path.
     """
-    lines = lines_of(text) if text else {}
+    places = places_of(text) if text else {}
     try:
         run = RunFile.model_validate(data)
     except ValidationError as error:
-        raise run_file_error(error, source, RunFile, lines) from None
-    run._written = Written(source, {".".join(map(str, loc)): at for loc, at in lines.items()})
+        raise run_file_error(error, source, RunFile, places) from None
+    run._written = Written(source, {".".join(map(str, loc)): at for loc, at in places.items()})
     return run if folder is None else _absolute(run, folder)
 
 

@@ -7,6 +7,7 @@ import re
 from pydantic import Field, field_validator, model_validator
 
 from tuneserve.section import Section
+from tuneserve.yamltext import written_of
 
 
 class CanarySection(Section):
@@ -32,7 +33,7 @@ class CanarySection(Section):
     @field_validator("contains", "matches", "lacks", mode="before")
     @classmethod
     def _one(cls, value: object) -> object:
-        return [value] if isinstance(value, str) else value
+        return [value] if isinstance(value, str) or written_of(value) else value
 
     @field_validator("matches")
     @classmethod

@@ -13,11 +13,11 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from tuneserve.allowed import allowed_of, allowed_values, entry_of, section_of
+from tuneserve.allowed import allowed_of, allowed_values, section_of
 from tuneserve.credentials import NO_VARIABLE, REFUSED
 from tuneserve.errors import RunFileError
-from tuneserve.section import NOT_A_NUMBER, Section, field_paths
-from tuneserve.yamltext import Loc, line_of
+from tuneserve.section import NOT_A_NUMBER, Section, entry_of, field_paths
+from tuneserve.yamltext import Loc, Place, place_of, written_of
 
 # By pydantic's type of error; what each of our own validators says is whole.
 SENTENCES = {
@@ -50,7 +50,7 @@ _repr.maxstring = _repr.maxlong = 60
 
 
 def run_file_error(
-    error: ValidationError, source: str, kind: type[Section], lines: dict[Loc, int]
+    error: ValidationError, source: str, kind: type[Section], places: dict[Loc, Place]
 ) -> RunFileError:
     """All that is wrong, each field once.
 
@@ -58,12 +58,12 @@ def run_file_error(
         error: What pydantic found.
         source: What messages call the file or the command.
         kind: The section that was checked.
-        lines: Lines of the fields, where they are known.
+        places: Where the fields are, if that is known.
     """
     problems, fields = [], []
     for loc, field, item in _each_field(error, kind):
-        line = line_of(lines, loc)
-        where = f"{source}:{line}: " if line else ""
+        place = place_of(places, loc)
+        where = f"{source}:{place[0]}:{place[1]}: " if place else ""
         fields.append(_path(loc))
         problems.append(f"{where}{fields[-1]}: {_problem(item, loc, field, kind)}")
     count = "1 field is wrong" if len(problems) == 1 else f"{len(problems)} fields are wrong"
@@ -145,6 +145,8 @@ def _found(value: Any) -> str:
         return "nothing"
     if isinstance(value, bool):
         return str(value).lower()
+    if (written := written_of(value)) is not None:
+        return _repr.repr(written)[1:-1]
     if isinstance(value, (str, int, float)):
         return _repr.repr(value)
     return _KINDS.get(type(value).__name__, f"a {type(value).__name__}")
@@ -165,7 +167,7 @@ def _advice(type_: str, value: Any, context: dict[str, Any]) -> str:
     if value is None:
         return "write it, or take the line out"
     if isinstance(value, bool) and type_ != "model_type":
-        return "YAML reads yes, no, on and off as true and false: put a word in quotes"
+        return "true and false are no words in YAML: put a word in quotes"
     if type_ == "string_type" and isinstance(value, (int, float)):
         return "put it in quotes"
     if not isinstance(value, str):
@@ -188,6 +190,8 @@ def _number(text: str) -> str:
         return f"write {float(share.group(1)) / 100:g}"
     if comma := re.fullmatch(r"\s*(\d+),(\d+)\s*", text):
         return f"write {comma.group(1)}.{comma.group(2)}, or the digits alone"
+    if re.fullmatch(r"\s*\d+(:\d+)+\s*", text):
+        return "write one number, without colons; times are in seconds"
     return ""
 
 

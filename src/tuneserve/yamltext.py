@@ -1,7 +1,13 @@
-"""YAML as run files have it: nothing is resolved silently, and every field has its line."""
+"""YAML as run files have it: nothing is resolved silently, and every field has its place.
+
+Plain values are read by YAML 1.2's core schema (section 10.3), not by YAML 1.1 as PyYAML does,
+where ``22:22`` is 1342, ``012`` is 10, ``no`` is false and ``1e-4`` is text. A number remembers how
+it was written.
+"""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import yaml
@@ -9,6 +15,7 @@ import yaml
 from tuneserve.errors import RunFileError
 
 Loc = tuple[int | str, ...]
+Place = tuple[int, int]  # line and column, from 1
 
 # What to do about what the parser says, by a part of its words.
 _HINTS = {
@@ -25,6 +32,34 @@ _HINTS = {
 # Of text, and of `<<`, by which a mapping takes over another's fields.
 _TEXT_TAGS = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge")
 _DEEPEST = "more levels of nesting than any run file has"
+_CORE = {
+    "bool": ("tTfF", r"true|True|TRUE|false|False|FALSE"),
+    "int": ("-+0123456789", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+"),
+    "float": (
+        "-+.0123456789",
+        r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+    ),
+    "null": (("~", "n", "N", ""), r"~|null|Null|NULL|"),
+    "merge": ("<", r"<<"),
+}
+
+
+class WrittenInt(int):
+    """A whole number of a YAML text; `written` is what stands there."""
+
+    written = ""
+
+
+class WrittenFloat(float):
+    """A number of a YAML text; `written` is what stands there."""
+
+    written = ""
+
+
+def written_of(value: Any) -> str | None:
+    """The text of a number as it stands in the file; None of other values."""
+    return value.written if isinstance(value, (WrittenInt, WrittenFloat)) else None
 
 
 def read_yaml(text: str, source: str) -> Any:
@@ -72,10 +107,7 @@ class _StrictLoader(yaml.SafeLoader):
     the last, leaves dates the text they are, and says where a value is that it cannot read.
     """
 
-    yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in known if not tag.endswith(":timestamp")]
-        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
+    yaml_implicit_resolvers: dict[str, Any] = {}
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
@@ -109,14 +141,34 @@ def _strict_mapping(
     return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
 
 
+def _whole(loader: _StrictLoader, node: yaml.ScalarNode) -> int:
+    text = loader.construct_scalar(node)
+    number = WrittenInt(text, 0 if text[:2] in ("0o", "0x") else 10)
+    number.written = text
+    return number
+
+
+def _number(loader: _StrictLoader, node: yaml.ScalarNode) -> float:
+    text = loader.construct_scalar(node)
+    number = WrittenFloat(re.sub(r"\.(?=[iInN])", "", text))  # .inf
+    number.written = text
+    return number
+
+
+for _kind, (_first, _pattern) in _CORE.items():
+    _StrictLoader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_kind}", re.compile(f"^(?:{_pattern})$"), list(_first)
+    )
+_StrictLoader.add_constructor("tag:yaml.org,2002:int", _whole)
+_StrictLoader.add_constructor("tag:yaml.org,2002:float", _number)
 _StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _strict_mapping)
 
 
-def lines_of(text: str) -> dict[Loc, int]:
-    """Lines, from 1, of the fields and list entries of a YAML text. What an alias repeats has that
-    of the first place alone.
+def places_of(text: str) -> dict[Loc, Place]:
+    """Where the fields and list entries of a YAML text are. What an alias repeats has the first
+    place alone.
     """
-    found: dict[Loc, int] = {}
+    found: dict[Loc, Place] = {}
     walked: set[yaml.Node] = set()
 
     def walk(node: yaml.Node | None, loc: Loc) -> None:
@@ -129,14 +181,14 @@ def lines_of(text: str) -> dict[Loc, int]:
         elif isinstance(node, yaml.SequenceNode):
             inside = [(index, entry, entry) for index, entry in enumerate(node.value)]
         for name, place, value in inside:
-            found[(*loc, name)] = place.start_mark.line + 1
+            found[(*loc, name)] = place.start_mark.line + 1, place.start_mark.column + 1
             walk(value, (*loc, name))
 
     walk(yaml.compose(text, Loader=_StrictLoader), ())
     return found
 
 
-def line_of(lines: dict[Loc, int], loc: Loc) -> int | None:
-    """The line of a field; of the section around it where the field itself is not written."""
-    ways = (lines.get(loc[:end]) for end in range(len(loc), 0, -1))
-    return next((line for line in ways if line), None)
+def place_of(places: dict[Loc, Place], loc: Loc) -> Place | None:
+    """Where a field is; where the section around it is, if the field itself is not written."""
+    ways = (places.get(loc[:end]) for end in range(len(loc), 0, -1))
+    return next((place for place in ways if place), None)

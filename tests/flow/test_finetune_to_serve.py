@@ -110,7 +110,7 @@ def test_a_wrong_field_is_told_in_words_without_a_traceback(
     (line,) = logged
     assert line.startswith(
         f"Encountered exception during execution: {path}: 1 field is wrong\n"
-        f"  {path}:4: train.epochs: "
+        f"  {path}:4:9: train.epochs: "
     )
     assert "what to do: " in line and "Traceback" not in line and "ValidationError" not in line
 

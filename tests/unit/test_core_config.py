@@ -126,7 +126,7 @@ def test_broken_yaml_says_where(tmp_path: Path, content: str, where: str) -> Non
     assert f"{path}" in caught.value.message and where in caught.value.message
 
 
-def test_wrong_fields_are_named_with_their_lines_and_what_was_meant(tmp_path: Path) -> None:
+def test_wrong_fields_are_named_with_their_places_and_what_was_meant(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(
         "name: a\n"
@@ -134,7 +134,7 @@ def test_wrong_fields_are_named_with_their_lines_and_what_was_meant(tmp_path: Pa
         "data:\n"
         "  train:\n"
         "    - a.jsonl\n"
-        "    - 3\n"
+        "    - true\n"
         "train:\n"
         "  learning_rat: 1e-4\n"
         "  lora:\n"
@@ -151,22 +151,22 @@ def test_wrong_fields_are_named_with_their_lines_and_what_was_meant(tmp_path: Pa
     said = {line.removeprefix(f"{path}:") for line in lines if line.startswith(f"{path}:")}
     assert len(said) == 6
     assert said >= {
-        "8: train.learning_rat: there is no such field; did you mean train.learning_rate?",
-        "11: train.max_length: there is no such field; did you mean data.max_length?",
-        "12: train.zzz: there is no such field",
-        "13: serv: there is no such field; did you mean serve?",
+        "8:3: train.learning_rat: there is no such field; did you mean train.learning_rate?",
+        "11:3: train.max_length: there is no such field; did you mean data.max_length?",
+        "12:3: train.zzz: there is no such field",
+        "13:1: serv: there is no such field; did you mean serve?",
     }
-    assert {line.split(": ")[:2] == ["10", "train.lora.r"] for line in said} == {True, False}
-    assert {line.split(": ")[:2] == ["6", "data.train.1"] for line in said} == {True, False}
+    assert {line.split(": ")[:2] == ["10:5", "train.lora.r"] for line in said} == {True, False}
+    assert {line.split(": ")[:2] == ["6:7", "data.train.1"] for line in said} == {True, False}
 
 
-def test_a_missing_field_has_the_line_of_its_section(tmp_path: Path) -> None:
+def test_a_missing_field_has_the_place_of_its_section(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("name: a\n\nmodel: {revision: main}\n")
     with pytest.raises(RunFileError) as caught:
         load_run_file(path)
     assert caught.value.message == (
-        f"{path}: 2 fields are wrong\n  {path}:3: model.base: is missing\n  data: is missing"
+        f"{path}: 2 fields are wrong\n  {path}:3:1: model.base: is missing\n  data: is missing"
     )
     assert caught.value.details == {"fields": ["model.base", "data"]}
 
@@ -176,7 +176,7 @@ def test_lines_are_found_in_a_text_of_aliases_within_aliases(tmp_path: Path) -> 
     path = tmp_path / "run.yaml"
     levels = "".join(f"k{n}: &k{n} [*k{n - 1}, *k{n - 1}]\n" for n in range(1, 41))
     path.write_text(f"k0: &k0 [1, 1]\n{levels}")
-    with pytest.raises(RunFileError, match=re.escape(f"{path}:41: k40: there is no such field")):
+    with pytest.raises(RunFileError, match=re.escape(f"{path}:41:1: k40: there is no such field")):
         load_run_file(path)
 
 

@@ -62,7 +62,7 @@ def test_a_base_that_is_nowhere_is_named_with_its_line(
     run, path = load(place, f"  revision: main\n  base: {base}\n")
     error = refused(run)
     assert isinstance(error, ModelError)
-    assert error.message.startswith(f"{path}:7: model.base: ") and said in error.message
+    assert error.message.startswith(f"{path}:7:3: model.base: ") and said in error.message
     assert error.expected and "model.base" in error.hint
 
 
@@ -74,7 +74,7 @@ def test_what_a_hub_may_have_is_left_to_the_stage_that_asks_it(place: Path, base
 def test_a_template_is_read(place: Path) -> None:
     run, path = load(place, "  base: org/name\n  chat_template: own.jinja\n")
     template = place / "own.jinja"
-    where = f"{path}:7: model.chat_template: {template}: "
+    where = f"{path}:7:3: model.chat_template: {template}: "
     assert refused(run).message == f"{where}there is no such file"
     template.write_bytes(b"{{ caf\xe9 }}")
     assert refused(run).message == f"{where}cannot be read (it is not UTF-8)"
@@ -96,11 +96,11 @@ def test_all_that_is_lost_is_said_at_once(place: Path) -> None:
     error = refused(run)
     assert isinstance(error, RunFileError)
     for line in (
-        f"{path}:6: model.base: {place}/nowhere: there is no such folder",
-        f"{path}:7: model.chat_template: {place}/own.jinja: there is no such file",
-        f"{path}:9: engines.train.python: /no/python: there is no such program",
-        f"{path}:10: engines.merge.python: {place}/.venv/bin/python: there is no such program",
-        f"{path}:4: data.train.0: {place}/gone/*.jsonl: the glob matches no file",
+        f"{path}:6:3: model.base: {place}/nowhere: there is no such folder",
+        f"{path}:7:3: model.chat_template: {place}/own.jinja: there is no such file",
+        f"{path}:9:11: engines.train.python: /no/python: there is no such program",
+        f"{path}:10:11: engines.merge.python: {place}/.venv/bin/python: there is no such program",
+        f"{path}:4:7: data.train.0: {place}/gone/*.jsonl: the glob matches no file",
     ):
         assert line in error.message
     for field in ("model.base", "model.chat_template", "engines", "data.train"):
@@ -116,7 +116,7 @@ def test_a_run_without_a_file_has_the_field_alone(place: Path) -> None:
 
 def test_where_a_run_was_written_is_no_part_of_it(place: Path) -> None:
     run, path = load(place, "  base: org/name\n")
-    assert run.where("model.base") == f"{path}:6: model.base"
+    assert run.where("model.base") == f"{path}:6:3: model.base"
     assert run.where("train.epochs") == "train.epochs"
     again = parse_run(run.model_dump(mode="json"))
     assert again == run and again.where("model.base") == "model.base"
@@ -134,7 +134,7 @@ def test_a_run_is_refused_before_others_are_waited_for(
     run, path = load(place, "  base: ./nowhere\n")
     with pytest.raises(ModelError) as caught:
         retrain(run, never)
-    assert caught.value.message.startswith(f"{path}:6: model.base: ")
+    assert caught.value.message.startswith(f"{path}:6:3: model.base: ")
     (record,) = Runs().all()
     assert record.state == "failed" and record.artifacts == {} and record.error == str(caught.value)
     assert sorted(os.listdir(place / "home")) == ["runs"]
@@ -143,12 +143,12 @@ def test_a_run_is_refused_before_others_are_waited_for(
 def test_validate_and_plan_say_it_too(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "execute", lambda call: pytest.fail("a stage begins"))
     run, path = load(place, "  base: ./nowhere\n")
-    with pytest.raises(ModelError, match=f"{path}:6: model.base"):
+    with pytest.raises(ModelError, match=f"{path}:6:3: model.base"):
         cli.validated(run)
-    with pytest.raises(ModelError, match=f"{path}:6: model.base"):
+    with pytest.raises(ModelError, match=f"{path}:6:3: model.base"):
         plan_run(run)
     run, path = load(place, "  base: org/name\n", data="gone.jsonl")
-    with pytest.raises(DataError, match=f"{path}:4: data.train.0: .*gone.jsonl"):
+    with pytest.raises(DataError, match=f"{path}:4:7: data.train.0: .*gone.jsonl"):
         cli.validated(run)
     assert not (place / "home").exists()
 
@@ -165,9 +165,9 @@ def test_an_interpreter_without_what_its_stage_runs_is_refused_first(place: Path
     with pytest.raises(InputError) as caught:
         retrain(run, lambda *_: pytest.fail("a stage begins"))
     lines = caught.value.message.splitlines()
-    assert lines[0] == f"{path}:9: engines.serve.python: {bare} has no vLLM, which serve needs"
+    assert lines[0] == f"{path}:9:5: engines.serve.python: {bare} has no vLLM, which serve needs"
     assert lines[1].strip() == (
-        f"{path}:11: engines.quantize.python: {bare} has no GPTQModel, which quantize needs"
+        f"{path}:11:5: engines.quantize.python: {bare} has no GPTQModel, which quantize needs"
     )
     (record,) = Runs().all()
     assert record.state == "failed" and sorted(os.listdir(place / "home")) == ["runs"]

@@ -117,8 +117,8 @@ def test_no_field_and_no_wrong_value_is_answered_in_the_validators_words() -> No
         (
             "train.epochs",
             True,
-            "found true; expected a number, > 0; YAML reads yes, no, on and off as true and "
-            "false: put a word in quotes",
+            "found true; expected a number, > 0; true and false are no words in YAML: put a word "
+            "in quotes",
         ),
         (
             "train.epochs",
@@ -202,8 +202,8 @@ def test_what_an_alias_repeats_a_million_times_is_not_written_out(tmp_path: Path
         ("name: !!bool x\n", ":1:7: 'x' is no bool", "mend the line"),
         ("? [a, b]\n: c\n", ":1:3: a sequence cannot name a field", "docs/run-file.md"),
         (
-            "name: a\nyes: 2\n",
-            ":2:1: the key 'yes' is no text in YAML but bool",
+            "name: a\ntrue: 2\n",
+            ":2:1: the key 'true' is no text in YAML but bool",
             "docs/run-file.md",
         ),
         ("name: a\0\n", ":1: the character U+0000", "remove it"),
@@ -223,6 +223,93 @@ def test_what_is_no_yaml_says_where_and_what_to_do(
         load_run_file(path)
     assert caught.value.message.startswith(f"{path}{where}") and hint in caught.value.hint
     assert len(str(caught.value)) < 500
+
+
+RUN = "name: a\nmodel: {base: org/x%s}\ndata: {train: %s}\n%s"
+
+
+@pytest.mark.parametrize(
+    "text",
+    "1.10 1.0 012 0123456 12e4567 1e400 0x1F 22:22 1:30 190:20:30.15 no NO on off yes y 1_000 = "
+    "2024-01-31 .5 5. +5 .inf".split(),
+)
+def test_where_text_is_taken_it_is_what_stands_there(text: str, tmp_path: Path) -> None:
+    """YAML 1.1 makes other values of most of these."""
+    path = tmp_path / "run.yaml"
+    more = (
+        f"gates: {{canaries: [{{prompt: {text}, contains: {text}, lacks: [{text}, b]}}]}}\n"
+        f"train: {{lora: {{target_modules: [{text}]}}}}\n"
+    )
+    path.write_text(RUN % (f", revision: {text}", f"[{text}]", more))
+    run = load_run_file(path)
+    canary = run.gates.canaries[0]
+    assert run.model.revision == canary.prompt == text
+    assert (canary.contains, canary.lacks) == ([text], [text, "b"])
+    assert run.train.lora.target_modules == [text]
+    assert run.data.train == [str(tmp_path / text)]
+    path.write_text(RUN % ("", text, ""))
+    assert load_run_file(path).data.train == [str(tmp_path / text)]
+
+
+@pytest.mark.parametrize(
+    ("field", "text", "value"),
+    [
+        ("train.seed", "012", 12),
+        ("train.seed", "0o14", 12),
+        ("train.seed", "0x10", 16),
+        ("train.seed", "1_000", 1000),
+        ("train.learning_rate", "1e-4", 0.0001),
+        ("train.max_steps", "1e3", 1000),
+        ("train.learning_rate", "2.0e-4", 0.0002),
+        ("train.lora.use_dora", "yes", True),
+        ("train.lora.use_dora", "off", False),
+        ("train.gradient_checkpointing", "no", False),
+        ("train.gradient_checkpointing", "offload", "offload"),
+        ("train.zero", "0", 0),
+        ("train.micro_batch", "4", 4),
+    ],
+)
+def test_numbers_and_switches_are_what_they_look_like(
+    field: str, text: str, value: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.yaml"
+    around, _, name = field.rpartition(".")
+    outer = "".join("{" + f"{part}: " for part in around.split(".")[1:])
+    path.write_text(RUN % ("", "t", f"train: {outer}{{{name}: {text}}}{'}' * outer.count('{')}\n"))
+    found: Any = load_run_file(path)
+    for part in field.split("."):
+        found = getattr(found, part)
+    assert (type(found), found) == (type(value), value)
+
+
+@pytest.mark.parametrize(
+    ("field", "text", "said"),
+    [
+        (
+            "port",
+            "22:22",
+            "4:9: serve.port: '22:22' is no number; expected a whole number, >= 1, <= 65535; write "
+            "one number, without colons; times are in seconds",
+        ),
+        ("port", "0b11", "4:9: serve.port: '0b11' is no number"),
+        ("port", "0xFFFFF", "4:9: serve.port: 0xFFFFF is too large"),
+        ("port", "no", "4:9: serve.port: 'no' is no number"),
+        ("top_p", "1.10", "4:9: serve.top_p: 1.10 is too large; expected a number, > 0, <= 1"),
+        ("temperature", "1e400", "4:9: serve.temperature: 1e400 is not finite"),
+        ("rollout", "1.0", "4:9: serve.rollout: 1.0 is none of them"),
+        ("keep_warm", "2", "4:9: serve.keep_warm: 2 is neither; expected true or false"),
+        ("name", "true", "4:9: serve.name: found true; expected text"),
+        ("name", "1.10", "4:9: serve.name: '1.10' is no such name; expected text of"),
+    ],
+)
+def test_a_wrong_value_is_repeated_as_it_stands(
+    field: str, text: str, said: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(RUN % ("", "t", f"serve: {{{field}: {text}}}\n"))
+    with pytest.raises(RunFileError) as caught:
+        load_run_file(path)
+    assert caught.value.message.split("\n  ")[1].startswith(f"{path}:{said}")
 
 
 def test_a_date_is_the_text_it_is_written_as(tmp_path: Path) -> None:
