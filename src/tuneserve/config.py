@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from tuneserve.credentials import without_secret
+from tuneserve.credentials import folder_here, without_secret
 from tuneserve.endpoint import ServeSection as ServeSection
 from tuneserve.parallel import check_zero, refuse_other_sharding
 from tuneserve.policy import BudgetSection, NotifySection, OverlapSection
@@ -41,7 +41,7 @@ class ModelSection(Section):
     revision: str | None = Field(
         None, description="Commit or tag of the hub repository; a directory has none."
     )
-    chat_template: str | None = Field(
+    chat_template: Place | None = Field(
         None,
         description="A Jinja file whose template replaces the tokenizer's own, in "
         "training and in serving.",
@@ -296,7 +296,7 @@ class QuantizeSection(Section):
 class EngineSection(Section):
     """The interpreter of one stage."""
 
-    python: str | None = Field(
+    python: Place | None = Field(
         None, description="Python interpreter for the stage; unset: the one running now."
     )
     max_seconds: float | None = Field(
@@ -321,7 +321,7 @@ class EnginesSection(Section):
 class StoreSection(Section):
     """Where artifacts are kept."""
 
-    root: str | None = Field(
+    root: Annotated[str, AfterValidator(folder_here)] | None = Field(
         None, description="Folder of the artifact store; unset: TUNESERVE_HOME/store."
     )
     remote: Place | None = Field(

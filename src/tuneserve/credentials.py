@@ -48,6 +48,21 @@ def without_secret(address: str) -> str:
     return address
 
 
+def folder_here(path: str) -> str:
+    """A path of this machine as it is.
+
+    Raises:
+        PydanticCustomError: It is an address with a secret.
+        ValueError: It is another address; nothing of it is repeated.
+    """
+    if "://" in without_secret(path):
+        raise ValueError(
+            "takes a folder of this machine, not an address; store.remote takes one, to which "
+            "every artifact is copied"
+        )
+    return path
+
+
 def variable_name(value: Any) -> Any:
     """The name of an environment variable as it is, and None.
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from tuneserve.credentials import variable_name
+from tuneserve.credentials import variable_name, without_secret
 from tuneserve.section import Section
 
 
@@ -16,7 +16,7 @@ class ServeSection(Section):
     name: str = Field(
         "default", pattern=r"^[a-z0-9][a-z0-9-]{0,31}$", description="Served name; also /NAME/v1."
     )
-    host: str = Field(
+    host: Annotated[str, AfterValidator(without_secret)] = Field(
         "127.0.0.1",
         description="Address the gateway listens on, or a host name of this machine; other than "
         "loopback needs a key.",
@@ -32,10 +32,12 @@ class ServeSection(Section):
         description="auto: HTTPS with a certificate from a public authority when host is a public "
         "host name; internal: HTTPS for any host, signed by an authority of the gateway's own.",
     )
-    tls_certificate: str | None = Field(
+    tls_certificate: Annotated[str, AfterValidator(without_secret)] | None = Field(
         None, description="HTTPS with this certificate (PEM file, chain included) instead."
     )
-    tls_key: str | None = Field(None, description="Private key of tls_certificate (PEM file).")
+    tls_key: Annotated[str, AfterValidator(without_secret)] | None = Field(
+        None, description="Private key of tls_certificate (PEM file)."
+    )
     max_model_len: int | None = Field(
         None,
         ge=16,

@@ -15,7 +15,7 @@ from tuneserve.config import RunFile
 from tuneserve.errors import RunFileError
 from tuneserve.section import Section, Written
 from tuneserve.wrongfields import run_file_error
-from tuneserve.yamltext import places_of, read_yaml
+from tuneserve.yamltext import positions_of, read_yaml
 
 AnySection = TypeVar("AnySection", bound=Section)
 
@@ -77,7 +77,7 @@ def parse_run(
     Raises:
         RunFileError: Lists every wrong field with its path.
     """
-    places = places_of(text) if text else {}
+    places = positions_of(text) if text else {}
     try:
         run = RunFile.model_validate(data)
     except ValidationError as error:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from tuneserve.yamltext import Place, written_of
+from tuneserve.yamltext import Position, written_of
 
 NOT_A_NUMBER = "true_or_false_for_a_number"
 
@@ -17,7 +17,7 @@ NOT_A_NUMBER = "true_or_false_for_a_number"
 class Written:
     """Where fields stand in a file. It says nothing of what they are: all are equal."""
 
-    def __init__(self, source: str = "", places: Mapping[str, Place] | None = None) -> None:
+    def __init__(self, source: str = "", places: Mapping[str, Position] | None = None) -> None:
         self._source, self._places = source, dict(places or {})
 
     def where(self, path: str) -> str:

@@ -17,7 +17,7 @@ from tuneserve.allowed import allowed_of, allowed_values, section_of
 from tuneserve.credentials import NO_VARIABLE, REFUSED
 from tuneserve.errors import RunFileError
 from tuneserve.section import NOT_A_NUMBER, Section, entry_of, field_paths
-from tuneserve.yamltext import Loc, Place, place_of, written_of
+from tuneserve.yamltext import Loc, Position, position_of, written_of
 
 # By pydantic's type of error; what each of our own validators says is whole.
 SENTENCES = {
@@ -50,7 +50,7 @@ _repr.maxstring = _repr.maxlong = 60
 
 
 def run_file_error(
-    error: ValidationError, source: str, kind: type[Section], places: dict[Loc, Place]
+    error: ValidationError, source: str, kind: type[Section], places: dict[Loc, Position]
 ) -> RunFileError:
     """All that is wrong, each field once.
 
@@ -62,7 +62,7 @@ def run_file_error(
     """
     problems, fields = [], []
     for loc, field, item in _each_field(error, kind):
-        place = place_of(places, loc)
+        place = position_of(places, loc)
         where = f"{source}:{place[0]}:{place[1]}: " if place else ""
         fields.append(_path(loc))
         problems.append(f"{where}{fields[-1]}: {_problem(item, loc, field, kind)}")

@@ -15,7 +15,7 @@ import yaml
 from tuneserve.errors import RunFileError
 
 Loc = tuple[int | str, ...]
-Place = tuple[int, int]  # line and column, from 1
+Position = tuple[int, int]  # line and column, from 1
 
 # What to do about what the parser says, by a part of its words.
 _HINTS = {
@@ -164,11 +164,11 @@ _StrictLoader.add_constructor("tag:yaml.org,2002:float", _number)
 _StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _strict_mapping)
 
 
-def places_of(text: str) -> dict[Loc, Place]:
+def positions_of(text: str) -> dict[Loc, Position]:
     """Where the fields and list entries of a YAML text are. What an alias repeats has the first
     place alone.
     """
-    found: dict[Loc, Place] = {}
+    found: dict[Loc, Position] = {}
     walked: set[yaml.Node] = set()
 
     def walk(node: yaml.Node | None, loc: Loc) -> None:
@@ -188,7 +188,7 @@ def places_of(text: str) -> dict[Loc, Place]:
     return found
 
 
-def place_of(places: dict[Loc, Place], loc: Loc) -> Place | None:
+def position_of(places: dict[Loc, Position], loc: Loc) -> Position | None:
     """Where a field is; where the section around it is, if the field itself is not written."""
     ways = (places.get(loc[:end]) for end in range(len(loc), 0, -1))
     return next((place for place in ways if place), None)

@@ -266,9 +266,29 @@ def test_an_address_with_a_secret_is_refused_without_repeating_it(address: str) 
         data__train=["fine.jsonl", address],
         data__eval=address,
         model__base=address,
+        model__chat_template=address,
+        serve__host=address,
+        serve__tls_certificate=address,
+        serve__tls_key=address,
+        engines__quantize={"python": address},
+        store__root=address,
         store__remote=address,
+        notify__promoted_command=["curl", address],
     )
-    fields = ["model.base", "data.train.1", "data.eval.0", "store.remote"]
+    fields = [
+        "model.base",
+        "model.chat_template",
+        "data.train.1",
+        "data.eval.0",
+        "serve.host",
+        "serve.tls_certificate",
+        "serve.tls_key",
+        "engines.quantize.python",
+        "store.root",
+        "store.remote",
+        "notify.promoted_command.1",
+    ]
+    assert error.message.count("carries a ") == len(fields)
     assert error.details["fields"] == fields
     assert "credentials in the environment" in error.message and "s3cret" not in str(error)
     with pytest.raises(ValueError) as plain:  # as Prefect checks a form
@@ -298,3 +318,16 @@ def test_an_address_with_a_secret_is_refused_without_repeating_it(address: str) 
 def test_an_address_without_a_secret_is_taken_as_it_is(address: str) -> None:
     run = parse_run({**GOOD, "data": {"train": address}, "store": {"remote": address}})
     assert run.data.train == [address] and run.store.remote == address
+
+
+@pytest.mark.parametrize("address", ["s3://bucket/store", "s3://AKIAxyz@bucket", "file:///store"])
+def test_an_address_is_no_folder_for_a_store(address: str) -> None:
+    error = wrong(store__root=address)
+    assert error.details["fields"] == ["store.root"]
+    assert "store.root: takes a folder of this machine, not an address; store.remote" in str(error)
+    assert address not in str(error)
+
+
+@pytest.mark.parametrize("root", ["store", "~/my store", "/a:b/c", "a@b", "c:/store"])
+def test_a_folder_for_a_store(root: str) -> None:
+    assert parse_run({**GOOD, "store": {"root": root}}).store.root == root
