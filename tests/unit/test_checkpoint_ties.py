@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from tuneserve.checkpoint.ties import TIED_BY_DEFAULT, UNTIED_BY_DEFAULT, is_tied
-from tuneserve.plan.arch import LLAMA_LIKE, arch_from_config
+from tuneserve.plan.arch import arch_from_config
+from tuneserve.plan.families import FAMILIES
 from tuneserve.quantize.checks import head_problems
 
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
@@ -50,7 +51,7 @@ def test_the_flag_wherever_it_stands(
 def test_families_without_the_flag_are_as_transformers_takes_them() -> None:
     transformers = pytest.importorskip("transformers")
     mapping = transformers.models.auto.configuration_auto.CONFIG_MAPPING
-    for family in {*TIED_BY_DEFAULT, *UNTIED_BY_DEFAULT, *LLAMA_LIKE}:
+    for family in {*TIED_BY_DEFAULT, *UNTIED_BY_DEFAULT, *FAMILIES}:
         default = mapping[family]().tie_word_embeddings
         assert (family in TIED_BY_DEFAULT) is default, family
 

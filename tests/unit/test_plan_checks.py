@@ -255,6 +255,26 @@ def test_attention_kernel_that_is_not_there() -> None:
     assert "needs a GPU" in problem
 
 
+def test_families_without_attention_by_sdpa_or_without_nf4() -> None:
+    """They would be refused when the base is loaded; of Falcon nothing would be quantized."""
+    sixteen = {"quantize": {"methods": ["none"]}}
+    gptj = arch(model_type="gptj")
+    [problem] = found(run(**sixteen), gptj)
+    assert problem == "train.attention: gptj has no attention by sdpa; set it to eager"
+    assert found(run(train={"attention": "eager"}, **sixteen), gptj) == []
+    falcon = arch(model_type="falcon")
+    [problem] = found(run(**sixteen), falcon)
+    assert problem.startswith("train.method: qlora quantizes nothing of falcon")
+    assert found(run(train={"method": "lora"}, **sixteen), falcon) == []
+
+
+def test_names_in_a_family_that_is_not_known_are_left_to_the_training() -> None:
+    """Its layers are a guess, and a right name would be refused."""
+    sixteen = run(train=lora("in_proj", modules_to_save=["mixer"]), quantize={"methods": ["none"]})
+    assert found(sixteen, arch(model_type="novel")) == []
+    assert len(found(sixteen)) == 2
+
+
 def test_a_tracker_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     there = {"mlflow", "tensorboardX"}
     monkeypatch.setattr(

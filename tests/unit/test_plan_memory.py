@@ -71,6 +71,30 @@ def test_loaded_weights_as_measured(quantized: bool, double: bool, loaded: float
     assert weights / GIB == pytest.approx(loaded, rel=0.001)
 
 
+def test_experts_stay_in_16_bits() -> None:
+    """Mixtral-8x7B: 4 bits for its attention alone, 2 bytes for 32 x 8 experts of 3 x 4096 x 14336,
+    their routers and 65 norms.
+    """
+    mixtral = arch_from_config(
+        {
+            "model_type": "mixtral",
+            "hidden_size": 4096,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "intermediate_size": 14336,
+            "vocab_size": 32000,
+            "num_local_experts": 8,
+        }
+    )
+    parts = train_peak(mixtral, replace(STEP, targets=mixtral.linears)).components
+    others = 32 * 8 * (3 * 4096 * 14336 + 4096) + 65 * 4096
+    assert parts["weights: experts, norms and biases"] == 2 * others
+    attention = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024)
+    per_weight = 0.5 + 1 / 64 + 4 / (64 * 256)
+    assert parts["weights: linear layers"] == int(attention * per_weight)
+
+
 def test_checkpoints_by_hand() -> None:
     """28 blocks x 4096 tokens x 3584 x 2 bytes."""
     parts = train_peak(QWEN2_7B, STEP).components

@@ -9,17 +9,18 @@ from typing import Any
 # config.json often leaves the flag out.
 TIED_BY_DEFAULT = frozenset(
     """
-    bloom cohere cohere2 cohere2_moe ernie4_5 ernie4_5_moe falcon falcon_mamba gemma gemma2 gemma3
-    gemma3_text gemma3n gemma3n_text gemma4 gemma4_text gpt2 gpt_bigcode gpt_neo granite_swa jetmoe
-    lfm2 lfm2_moe mamba minicpm3 mpt opt recurrent_gemma smollm3 starcoder2 vaultgemma xglm zamba
-    zamba2
+    biogpt bloom cohere cohere2 cohere2_moe ernie4_5 ernie4_5_moe falcon falcon_mamba gemma gemma2
+    gemma3 gemma3_text gemma3n gemma3n_text gemma4 gemma4_text gpt2 gpt_bigcode gpt_neo granite_swa
+    jetmoe lfm2 lfm2_moe mamba minicpm3 mpt opt recurrent_gemma smollm3 starcoder2 vaultgemma xglm
+    zamba zamba2
     """.split()
 )
 # Families whose config classes do not, so that a head that is nowhere is missing.
 UNTIED_BY_DEFAULT = frozenset(
     """
-    apertus arcee codegen deepseek_v2 deepseek_v3 exaone4 falcon_h1 glm glm4 glm4_moe gpt_neox
-    gpt_oss gptj granite granitemoe helium hunyuan_v1_dense hunyuan_v1_moe jamba llama ministral
+    apertus arcee codegen cwm deepseek_v2 deepseek_v3 exaone4 falcon_h1 glm glm4 glm4_moe gpt_neox
+    gpt_oss gptj granite granitemoe helium hunyuan_v1_dense hunyuan_v1_moe jamba llama llama4_text
+    ministral
     ministral3 mistral mixtral nemotron olmo olmo2 olmo3 olmoe persimmon phi phi3 phimoe qwen2
     qwen2_moe qwen3 qwen3_moe qwen3_next seed_oss stablelm
     """.split()

@@ -16,23 +16,38 @@ from typing import Any
 from tuneserve.checkpoint.headers import TensorInfo
 from tuneserve.checkpoint.ties import is_tied
 from tuneserve.errors import ModelError
+from tuneserve.plan.families import FAMILIES, Family, Latent, experts_of, family_of
 
 log = logging.getLogger(__name__)
 
 EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in")
 HEADS = ("lm_head", "embed_out")
-_ATTENTION = (
-    "q_proj",
-    "k_proj",
-    "v_proj",
-    "o_proj",
-    "qkv_proj",
-    "c_attn",
-    "query_key_value",
-    "dense",
+_ATTENTION = frozenset(
+    """
+    q_proj k_proj v_proj o_proj out_proj qkv_proj c_attn query_key_value dense Wqkv
+    q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj
+    """.split()
 )
-_QK_NORM = ("qwen3", "gemma3_text", "gemma3", "olmo2", "olmo3")
-_FOUR_NORMS = ("gemma2", "gemma3_text", "gemma3")
+# Names of the same size in the configs of different families.
+_HIDDEN = ("hidden_size", "n_embd", "d_model")
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "attention_heads")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
+_INNER = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
+_CONTEXT = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "max_sequence_length",
+)
+# Where the language model of one with several parts is described.
+_PARTS = ("text_config", "llm_config", "language_config")
+# More than any model has: such a number is a slip, and would be planned with in silence.
+_MOST = {"num_hidden_layers": 10_000, "hidden_size": 2**20, "num_attention_heads": 2**16}
+_MOST_OF_ANYTHING = 2**28
+# Families whose narrow state vLLM keeps as it is (0.32, `is_deepseek_mla`).
+_CACHES_LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "longcat_flash")
 _DEFAULT_CONTEXT = 2048
 
 
@@ -62,9 +77,11 @@ class Arch:
 
     Attributes:
         linears: Linear layers of the decoder blocks, without embedding and head.
-        other_weights: Norms, biases and whatever else is neither linear, embedding nor head.
-        inner: Width of the MLP.
+        other_weights: Norms, biases, experts and whatever else is neither linear, embedding nor
+            head.
+        inner: Width of the MLP; of experts, of those together that take a token.
         extra_norms: Norms a block has beyond the usual two.
+        latent: What a server keeps of a token in a block instead of keys and values; 0: these.
         gate: The MLP's activation, as transformers names it.
         source: ``config``, ``headers``, or ``guess`` for a family that is not known.
     """
@@ -85,6 +102,7 @@ class Arch:
     qk_norm: bool = False
     extra_norms: int = 0
     experts: int = 0
+    latent: int = 0
     gate: str = "silu"
     source: str = "config"
 
@@ -119,64 +137,190 @@ class Arch:
 
     def kv_bytes_per_token(self, element_bytes: int = 2) -> int:
         """Bytes of keys and values that a server keeps for one token."""
-        return 2 * self.layers * self.key_value * element_bytes
+        return self.layers * (self.latent or 2 * self.key_value) * element_bytes
 
 
 def arch_from_config(config: Mapping[str, Any]) -> Arch:
     """Read the shape from a `config.json` of transformers.
 
     Raises:
-        ModelError: Sizes are missing that no estimate can do without; all of them are listed.
+        ModelError: Sizes are missing that no estimate can do without, or are no sizes; all of them
+            are listed.
     """
-    text = config.get("text_config") or config
+    text = _language_part(config)
     model_type = str(text.get("model_type") or config.get("model_type") or "unknown")
-    sizes = {
-        "hidden_size": _size(text, "hidden_size", "n_embd", "d_model"),
-        "num_hidden_layers": _size(text, "num_hidden_layers", "n_layer", "num_layers"),
-        "num_attention_heads": _size(text, "num_attention_heads", "n_head", "num_heads"),
-        "vocab_size": _size(text, "vocab_size"),
+    family = family_of(model_type)
+    hidden, layers, heads, vocab = _needed(text, model_type)
+    latent = _latent(text)
+    kv_heads = _kv_heads(model_type, text, heads)
+    head_dim = latent.plain + latent.rope if latent else _size(text, "head_dim") or hidden // heads
+    if not latent:
+        _check_heads(text, model_type, hidden, heads, kv_heads)
+    inner = _size(text, *_INNER) or _size(text, "expansion_ratio") * hidden or 4 * hidden
+    query, key_value = heads * head_dim, kv_heads * head_dim
+    experts = experts_of(model_type, text, layers, inner)
+    linears = family.attention_linears(layers, hidden, query, key_value)
+    if latent:
+        linears = [(*shape, layers) for shape in latent.linears(hidden, heads)]
+    dense = _size(text, "intermediate_size_mlp") or inner
+    linears += family.mlp_linears(layers - experts.blocks, hidden, dense)
+    if experts.shared:
+        linears += family.mlp_linears(experts.blocks, hidden, experts.shared)
+    if model_type == "qwen2_moe":
+        linears.append(("shared_expert_gate", hidden, 1, experts.blocks))
+    active = experts.active * experts.width + experts.shared if experts.blocks else 0
+    context = _size(text, *_CONTEXT) or _DEFAULT_CONTEXT
+    found = Arch(
+        model_type=model_type,
+        architecture=_architecture(config, text),
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        key_value_heads=kv_heads,
+        head_dim=head_dim,
+        inner=max(active, dense if layers > experts.blocks else 0),
+        vocab=vocab,
+        tied=is_tied(config, None),
+        context=context,
+        linears=tuple(Linear(*shape) for shape in linears if shape[-1]),
+        other_weights=experts.weights(hidden),
+        qk_norm=bool(family.qk_norm),
+        extra_norms=max(family.norms - 2, 0),
+        experts=experts.count if experts.blocks else 0,
+        latent=latent.cached if latent and model_type in _CACHES_LATENT else 0,
+        gate=_gate(text),
+        source="config" if model_type in FAMILIES else "guess",
+    )
+    biased = family.biased + ("qo" if text.get("attention_bias") else "")
+    return replace(found, other_weights=found.other_weights + _small(found, family, biased))
+
+
+def _language_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a config says of the language model, which it may nest.
+
+    Raises:
+        ModelError: Something else stands where it would be.
+    """
+    for name in _PARTS:
+        part = config.get(name)
+        if part is not None and not isinstance(part, Mapping):
+            raise ModelError(
+                f"config.json: {name} holds {type(part).__name__}",
+                expected="an object with the sizes of the language model",
+                hint="copy or download the model again",
+            )
+        if part and _size(part, *_HIDDEN):
+            return part
+    return config
+
+
+def _needed(config: Mapping[str, Any], model_type: str) -> tuple[int, int, int, int]:
+    """Hidden width, layers, heads and vocabulary.
+
+    Raises:
+        ModelError: Lists those that are missing, and those that are no such number.
+    """
+    names = {
+        "hidden_size": _HIDDEN,
+        "num_hidden_layers": _LAYERS,
+        "num_attention_heads": _HEADS,
+        "vocab_size": ("vocab_size",),
     }
-    missing = [name for name, value in sizes.items() if not value]
+    sizes = {name: _size(config, *spellings) for name, spellings in names.items()}
+    missing, wrong = [], []
+    for name, spellings in names.items():
+        given = [f"{key}: {config[key]!r:.40}" for key in spellings if config.get(key) is not None]
+        most = _MOST.get(name, _MOST_OF_ANYTHING)
+        if given and not 0 < sizes[name] <= most:
+            wrong.append(f"{given[0]} (a whole number from 1 to {most})")
+        elif not given:
+            missing.append(name)
+    if wrong:
+        raise ModelError(
+            f"config.json of a {model_type} model: {'; '.join(wrong)}",
+            expected="sizes as transformers writes them",
+            hint="copy or download the model again",
+        )
     if missing:
         raise ModelError(
             f"config.json of a {model_type} model has no {', '.join(missing)}",
             expected="the config of a decoder (causal language model)",
             hint="choose a text generation model as model.base",
         )
-    hidden, layers = sizes["hidden_size"], sizes["num_hidden_layers"]
-    heads, vocab = sizes["num_attention_heads"], sizes["vocab_size"]
-    kv_heads = _size(text, "num_key_value_heads", "num_kv_heads") or heads
-    head_dim = _size(text, "head_dim") or hidden // heads
-    inner = _size(text, "intermediate_size", "n_inner", "ffn_dim") or 4 * hidden
-    query, key_value = heads * head_dim, kv_heads * head_dim
-    linears, known = _linears(model_type, hidden, layers, query, key_value, inner)
-    architectures = config.get("architectures") or text.get("architectures") or [""]
-    four = 2 if model_type in _FOUR_NORMS else 0
-    qk_norm = model_type in _QK_NORM
-    biased = model_type == "qwen2" or bool(text.get("attention_bias"))
-    others = layers * (2 + four) * hidden + hidden
-    others += layers * 2 * head_dim * qk_norm + layers * (query + 2 * key_value) * biased
-    return Arch(
-        model_type=model_type,
-        architecture=str(architectures[0]),
-        hidden=hidden,
-        layers=layers,
-        heads=heads,
-        key_value_heads=kv_heads,
-        head_dim=head_dim,
-        inner=inner,
-        vocab=vocab,
-        tied=is_tied(config, None),
-        context=_size(text, "max_position_embeddings", "n_positions", "max_seq_len")
-        or _DEFAULT_CONTEXT,
-        linears=linears,
-        other_weights=others,
-        qk_norm=qk_norm,
-        extra_norms=four,
-        experts=_size(text, "num_local_experts", "num_experts", "n_routed_experts"),
-        gate=_gate(text),
-        source="config" if known else "guess",
+    return (
+        sizes["hidden_size"],
+        sizes["num_hidden_layers"],
+        sizes["num_attention_heads"],
+        sizes["vocab_size"],
     )
+
+
+def _check_heads(
+    config: Mapping[str, Any], model_type: str, hidden: int, heads: int, kv_heads: int
+) -> None:
+    """Refuse heads that do not divide what they share: transformers would not load the model.
+
+    Raises:
+        ModelError: They do not.
+    """
+    wrong = []
+    # Others round down.
+    if not _size(config, "head_dim") and (
+        hidden % heads if model_type == "llama" else hidden < heads
+    ):
+        wrong.append(f"hidden_size {hidden} is no multiple of its {heads} attention heads")
+    if heads % kv_heads:
+        wrong.append(f"{heads} attention heads cannot share {kv_heads} of keys and values")
+    if wrong:
+        raise ModelError(
+            f"config.json of a {model_type} model: {'; '.join(wrong)}",
+            expected="sizes as transformers writes them",
+            hint="copy or download the model again",
+        )
+
+
+def _kv_heads(model_type: str, config: Mapping[str, Any], heads: int) -> int:
+    """Heads of keys and values; one for all queries in older families (multi-query attention)."""
+    several = config.get("new_decoder_architecture") if model_type == "falcon" else False
+    if model_type in ("falcon", "gpt_bigcode") and not several and config.get("multi_query", True):
+        return 1
+    grouped = config.get("attn_config")
+    inside = _size(grouped, "kv_n_heads") if isinstance(grouped, Mapping) else 0
+    return _size(config, *_KV_HEADS) or inside or heads
+
+
+def _latent(config: Mapping[str, Any]) -> Latent | None:
+    state = _size(config, "kv_lora_rank")
+    rope, plain = _size(config, "qk_rope_head_dim"), _size(config, "qk_nope_head_dim")
+    if not (state and rope and plain):
+        return None
+    value = _size(config, "v_head_dim") or plain
+    return Latent(_size(config, "q_lora_rank"), state, rope, plain, value)
+
+
+def _architecture(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
+    """The first of the classes that a config names; empty where it names none."""
+    named = config.get("architectures") or text.get("architectures")
+    named = named if isinstance(named, list) else [named]
+    return named[0] if isinstance(named[0] if named else None, str) else ""
+
+
+def _small(arch: Arch, family: Family, biased: str) -> int:
+    """Parameters of norms, biases and positions."""
+    norm = arch.hidden * (2 if family.norm_bias else 1)
+    found = (arch.layers * family.norms + bool(family.norms)) * norm
+    for linear in arch.linears:
+        last = linear.name == family.attention[-1] and linear.in_features == arch.query
+        into = linear.name in family.attention[:-1] and linear.in_features == arch.hidden
+        part = "o" if last else "q" if into else "m"
+        found += linear.count * linear.out_features * (part in biased)
+    if family.qk_norm == "all":
+        found += arch.layers * (arch.query + arch.key_value)
+    elif family.qk_norm:
+        found += arch.layers * 2 * arch.head_dim
+    if family.positions is not None:
+        found += (arch.context + family.positions) * arch.hidden
+    return found + arch.vocab * family.head_bias
 
 
 def _gate(config: Mapping[str, Any]) -> str:
@@ -194,51 +338,6 @@ def _size(config: Mapping[str, Any], *names: str) -> int:
     return 0
 
 
-def _linears(
-    model_type: str, hidden: int, layers: int, query: int, key_value: int, inner: int
-) -> tuple[tuple[Linear, ...], bool]:
-    """The block's linear layers by family, and whether the family is one of those known."""
-    shapes: list[tuple[str, int, int]]
-    if model_type == "gpt2":
-        shapes = [("c_attn", hidden, 3 * hidden), ("c_proj", hidden, hidden)]
-        shapes += [("c_fc", hidden, inner), ("c_proj", inner, hidden)]
-        known = True
-    elif model_type == "phi3":
-        shapes = [("qkv_proj", hidden, query + 2 * key_value), ("o_proj", query, hidden)]
-        shapes += [("gate_up_proj", hidden, 2 * inner), ("down_proj", inner, hidden)]
-        known = True
-    else:
-        shapes = [("q_proj", hidden, query), ("k_proj", hidden, key_value)]
-        shapes += [("v_proj", hidden, key_value), ("o_proj", query, hidden)]
-        shapes += [("gate_proj", hidden, inner), ("up_proj", hidden, inner)]
-        shapes += [("down_proj", inner, hidden)]
-        known = model_type in LLAMA_LIKE
-    return tuple(Linear(name, i, o, layers) for name, i, o in shapes), known
-
-
-# Families whose blocks have q/k/v/o and gate/up/down projections (read in transformers 5.19).
-LLAMA_LIKE = (
-    "llama",
-    "mistral",
-    "ministral3",
-    "qwen2",
-    "qwen3",
-    "gemma",
-    "gemma2",
-    "gemma3",
-    "gemma3_text",
-    "granite",
-    "smollm3",
-    "olmo2",
-    "olmo3",
-    "stablelm",
-    "cohere",
-    "cohere2",
-    "exaone4",
-    "seed_oss",
-)
-
-
 def with_headers(arch: Arch, tensors: Mapping[str, TensorInfo]) -> Arch:
     """The same shape with layers and counts as stored, which hold for every family.
 
@@ -248,13 +347,21 @@ def with_headers(arch: Arch, tensors: Mapping[str, TensorInfo]) -> Arch:
     linears: Counter[tuple[str, int, int]] = Counter()
     embedding = head = others = 0
     transposed = arch.model_type == "gpt2"  # Conv1D stores (in, out)
+    # Stored one by one, experts run as one tensor, and what chooses among them is no linear layer.
+    no_linears = ("gate", "router") if arch.experts else ()
     for name, info in tensors.items():
         leaf = name.removesuffix(".weight").rsplit(".", 1)[-1]
         if leaf in HEADS:
             head += info.numel
         elif leaf in EMBEDDINGS:
             embedding += info.numel
-        elif len(info.shape) == 2 and name.endswith(".weight") and re.search(r"\.\d+\.", name):
+        elif (
+            len(info.shape) == 2
+            and name.endswith(".weight")
+            and re.search(r"\.\d+\.", name)
+            and ".experts." not in name
+            and leaf not in no_linears
+        ):
             out_features, in_features = info.shape[::-1] if transposed else info.shape
             linears[leaf, in_features, out_features] += 1
         else:

@@ -36,6 +36,8 @@ _FAILS = {
     "gpt2": "its layers are stored transposed",
 }
 _GROUPS = (128, 64, 32)
+# Families that transformers 5.19 gives no attention by torch's kernel; a test compares them.
+EAGER_ONLY = frozenset("bloom codegen gpt_neo gpt_oss gptj granite_swa granitemoe_swa mpt".split())
 # What chooses among experts stays in 16 bits.
 _ROUTERS = ("gate", "router", "shared_expert_gate")
 
@@ -64,7 +66,7 @@ def problems(
         *_length_problems(run, arch, data),
         *_quantize_problems(run, arch, data),
         *_serve_problems(run, data),
-        *_kernel_problems(run, gpu=gpu),
+        *_kernel_problems(run, arch, gpu=gpu),
         *_tracker_problems(run),
         *_several_problems(run, arch, data, gpu=gpu, gpus=gpus),
         *_zero_problems(run, arch, half=gpu and not bf16),
@@ -138,7 +140,7 @@ def _adapter_problems(run: RunFile, arch: Arch) -> list[str]:
                 f"train.lora.target_modules: {name} cannot have an adapter, because the loss reads "
                 "the head's weight itself; list it in train.lora.modules_to_save instead"
             )
-        elif leaf not in arch.linear_names():
+        elif leaf not in arch.linear_names() and arch.source != "guess":  # the training looks
             found.append(
                 f"train.lora.target_modules: {name} matches no linear layer; there are {available}"
             )
@@ -151,7 +153,8 @@ def _adapter_problems(run: RunFile, arch: Arch) -> list[str]:
     known = (*arch.linear_names(), *HEADS, *EMBEDDINGS)
     for name in lora.modules_to_save:
         leaf = name.rsplit(".", 1)[-1]
-        if leaf not in known and "norm" not in leaf and not leaf.startswith("ln_"):
+        unknown = leaf not in known and arch.source != "guess"
+        if unknown and "norm" not in leaf and not leaf.startswith("ln_"):
             found.append(
                 f"train.lora.modules_to_save: {name} is no module of this model; there are "
                 f"embed_tokens, lm_head and {available}"
@@ -256,7 +259,14 @@ def _serve_problems(run: RunFile, data: DataShape | None) -> list[str]:
     ]
 
 
-def _kernel_problems(run: RunFile, *, gpu: bool) -> list[str]:
+def _kernel_problems(run: RunFile, arch: Arch, *, gpu: bool) -> list[str]:
+    if run.train.method == "qlora" and arch.model_type == "falcon":
+        return [
+            "train.method: qlora quantizes nothing of falcon, whose linear layers are a class of "
+            "their own that bitsandbytes passes over; set train.method: lora"
+        ]
+    if run.train.attention == "sdpa" and arch.model_type in EAGER_ONLY:
+        return [f"train.attention: {arch.model_type} has no attention by sdpa; set it to eager"]
     if run.train.attention != "flash_attention_2":
         return []
     if not gpu:
@@ -342,7 +352,8 @@ def warnings(run: RunFile, arch: Arch, data: DataShape | None, *, gpu: bool) -> 
             found.append(f"quantize.methods: no 4-bit export of {arch.model_type} was tested here")
     if arch.experts:
         found.append(
-            f"{arch.experts} experts a block: memory is planned as if all of them were dense"
+            f"{arch.experts} experts a block stay in 16 bits and get no adapter: they are one "
+            "tensor when they run, and no linear layer"
         )
     if run.train.gpus > 1 and not gpu:
         found.append(

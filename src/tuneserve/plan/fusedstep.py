@@ -28,7 +28,7 @@ def can_fuse(arch: Arch, *, dropout: bool, dora: bool) -> bool:
     """Whether all that `fuse` replaces will be replaced."""
     names = {linear.name for linear in arch.linears}
     gated = {"gate_proj", "up_proj", "down_proj"} <= names
-    return gated and arch.gate == "silu" and not dropout and not dora
+    return gated and not arch.experts and arch.gate == "silu" and not dropout and not dora
 
 
 def part_width(tokens: int, arch: Arch, element_bytes: int, *, quantized: bool) -> int:

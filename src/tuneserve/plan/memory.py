@@ -84,7 +84,8 @@ def _resident(arch: Arch, step: Step) -> dict[str, float]:
         "weights: linear layers": arch.linear_weights
         * (per_weight if step.quantized else step.element_bytes),
         "weights: embedding and head": arch.embedding_weights * step.element_bytes,
-        "weights: norms and biases": arch.other_weights * step.element_bytes,
+        f"weights: {'experts, ' * bool(arch.experts)}norms and biases": arch.other_weights
+        * step.element_bytes,
         "adapters": adapters,
         "modules trained whole": whole * step.adapter_element_bytes,
         "optimizer": (trained + whole) * _optimizer_bytes(step) / (step.gpus if step.zero else 1),
@@ -157,7 +158,8 @@ def saved_bytes_per_token(arch: Arch, step: Step) -> int:
     one = step.element_bytes
     norm = one if liger else 4
     targets = {target.name: target for target in step.targets}
-    into_attention = any(t.in_attention and t.name not in ("o_proj", "dense") for t in step.targets)
+    outputs = ("o_proj", "out_proj", "dense")
+    into_attention = any(t.in_attention and t.name not in outputs for t in step.targets)
     into_mlp = any(not t.in_attention and t.in_features == arch.hidden for t in step.targets)
     into_down = any(not t.in_attention and t.in_features == arch.inner for t in step.targets)
     total = (norm * arch.hidden + 4) * (2 + arch.extra_norms)  # and each row's root mean square

@@ -12,6 +12,7 @@ from typing import Any
 from tuneserve.artifacts import write_json_atomic
 from tuneserve.errors import ModelError
 from tuneserve.parallel import ServedShape
+from tuneserve.plan.arch import arch_from_config
 
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 # Written by pickle: loading one runs whatever code it holds.
@@ -93,7 +94,7 @@ def read_model(path: Path, *, trust_remote_code: bool = False) -> ModelFacts:
     return ModelFacts(
         path=path,
         weights_bytes=sum(file.stat().st_size for file in weights),
-        kv_bytes_per_token=_kv_bytes(text),
+        kv_bytes_per_token=_kv_bytes(config),
         max_positions=text.get("max_position_embeddings"),
         stop_ids=stop_ids,
         chat_template=template if template.is_file() else None,
@@ -141,14 +142,17 @@ def _refuse_unsafe(
 
 
 def _kv_bytes(config: dict[str, Any]) -> int:
-    """2 (key and value) x layers x key-value heads x head size x bytes of the dtype."""
-    heads = int(config.get("num_attention_heads") or 1)
-    kv_heads = int(config.get("num_key_value_heads") or heads)
-    size = config.get("head_dim") or int(config.get("hidden_size") or 0) // heads
-    dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-    layers = int(config.get("num_hidden_layers") or 0)
+    """Bytes that a server keeps of a token, as the plan counts them; 0 where no size is known."""
+    text = config.get("text_config") or config
+    dtype = str(text.get("dtype") or text.get("torch_dtype") or "bfloat16")
     # vLLM serves float32 checkpoints in bfloat16 unless told otherwise, so never more than 2 bytes.
-    return 2 * layers * kv_heads * int(size) * min(2, _DTYPE_BYTES.get(dtype, 2))
+    element_bytes = min(2, _DTYPE_BYTES.get(dtype, 2))
+    try:
+        # Its vocabulary is no matter here, and may not be named.
+        arch = arch_from_config({"model_type": config.get("model_type"), **text, "vocab_size": 1})
+    except ModelError:
+        return 0
+    return arch.kv_bytes_per_token(element_bytes)
 
 
 def _ids(*configs: dict[str, Any]) -> tuple[int, ...]:
