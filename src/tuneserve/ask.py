@@ -93,6 +93,7 @@ def ask_endpoint(
         "question": question,
         "answer": choice.message.content,
         "finish_reason": choice.finish_reason,
+        "tokens": reply.usage.completion_tokens if reply.usage else None,
         "model": name,
         "endpoint": endpoint,
     }

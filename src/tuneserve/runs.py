@@ -11,6 +11,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import socket
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -192,6 +193,11 @@ class Runs:
 def reason(record: RunRecord) -> str:
     """What ended a run, without what was expected and what to do."""
     return record.error.partition("\n  expected: ")[0]
+
+
+def in_one_line(said: str) -> str:
+    """An error's lines as one: indented ones are findings, which a semicolon keeps apart."""
+    return " ".join(re.sub(r"(?<=[^:;\s])\n\s+", "; ", said).split())
 
 
 def seconds_taken(record: RunRecord, *, at: str) -> float:

@@ -66,6 +66,7 @@ def test_a_plan_uses_what_validate_made(pico_model: Path, data: Path, home: Path
     assert len(rows) == 18 and longest < 256  # 2 of 20 are said twice
     after = plan_run(asked)
     assert after["dataset"] == made.artifact
+    assert after["refused_for"][0].startswith("0 conversations are held out, and the gates decide")
     line = f"data: 18 rows of {made.artifact}, the longest of {longest} tokens"
     assert line in after["table"] and UNKNOWN not in after["table"]
     assert after["train"]["longest_row_tokens"] == longest

@@ -9,21 +9,33 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from tuneserve.__main__ import app
 from tuneserve.ask import ask_endpoint
 from tuneserve.errors import InputError, ServerError
 from tuneserve.release import control
 
+# What the answering server allows, as `serve.max_tokens` does.
+ALLOWED = 300
 TOO_LONG = "max_tokens=9999 cannot be greater than max_model_len=512"
 
 
 class Refusing(BaseHTTPRequestHandler):
-    """Answers as vLLM does: 400 to what is too long, 500 to the rest."""
+    """Answers as vLLM does: 400 to what is too long, 500 to the rest but one question."""
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         status, said = (400, TOO_LONG) if asked["max_tokens"] > 512 else (500, "engine is dead")
-        body = json.dumps({"error": {"message": said, "type": "x", "code": status}}).encode()
+        answer: object = {"error": {"message": said, "type": "x", "code": status}}
+        if asked["messages"][-1]["content"] == "go on":
+            status, tokens = 200, min(asked["max_tokens"], ALLOWED)
+            message = {"role": "assistant", "content": "and on"}
+            usage = {"prompt_tokens": 2, "completion_tokens": tokens, "total_tokens": tokens + 2}
+            choice = {"index": 0, "message": message, "finish_reason": "length"}
+            head = {"id": "x", "object": "chat.completion", "created": 0, "model": "support"}
+            answer = {**head, "choices": [choice], "usage": usage}
+        body = json.dumps(answer).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
@@ -67,3 +79,15 @@ def test_nothing_is_no_question(endpoint: str) -> None:
     for nothing in ("", " \n"):
         with pytest.raises(InputError, match="the question is empty"):
             ask_endpoint(nothing)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [(256, "256 tokens: --max-tokens"), (400, "300 tokens: serve.max_tokens or serve.max_mod")],
+)
+def test_an_answer_that_was_cut_says_so_and_who_cut_it(
+    endpoint: str, asked: int, said: str
+) -> None:
+    done = CliRunner().invoke(app, ["ask", "go on", "--max-tokens", str(asked)])
+    assert (done.exit_code, done.stdout) == (0, "and on\n")
+    assert done.stderr.startswith(f"(cut after {said}") and done.stderr.count("\n") == 1

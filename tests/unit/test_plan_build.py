@@ -316,7 +316,9 @@ def test_stage_and_command_give_the_same(
 ) -> None:
     monkeypatch.setattr("tuneserve.plan.build.look", lambda *_, **__: machine(80))
     context = StageContext(run(base), base, {}, base / "out", base / "work")
-    assert run_stage(context) == plan_run(run(base))
+    shown = plan_run(run(base))
+    (gone,) = shown.pop("refused_for")  # a stage of a run that was not refused has none
+    assert "data path" in gone and run_stage(context) == shown
 
 
 def test_data_that_are_not_there_yet_are_said(
@@ -327,7 +329,8 @@ def test_data_that_are_not_there_yet_are_said(
     there = [str(tmp_path / "here.jsonl"), str(tmp_path / "h*.jsonl"), "s3://bucket/a.jsonl"]
     gone = [str(tmp_path / "gone.jsonl"), str(tmp_path / "e*.jsonl")]
     paths = {"train": [*there, gone[0]], "eval": [gone[1]]}
-    assert plan_run(run(base, data=paths))["table"]
+    *_, refused_for = plan_run(run(base, data=paths))["refused_for"]
+    assert refused_for.startswith("2 data paths match nothing")
     (said,) = (m for r in caplog.records if "match nothing" in (m := r.getMessage()))
     assert said.startswith("the run would be refused: 2 data paths match nothing")
     assert all(path in said for path in gone) and not any(path in said for path in there)

@@ -72,6 +72,11 @@ def test_each_fault_is_refused_by_its_own_gate(
     with pytest.raises(GateRefused, match=gate) as caught:
         report.raise_if_refused("r1", advised=())
     assert "16 bits" not in caught.value.hint
+    assert caught.value.hint.startswith("what was serving goes on serving; ")
+    with pytest.raises(GateRefused, match=gate) as caught:
+        report.raise_if_refused("r1", advised=(), serves=False, report="/here/gates.md")
+    assert caught.value.hint.startswith("nothing serves; train longer")
+    assert caught.value.hint.endswith("; the whole report: /here/gates.md")
     if not hopeless:
         assert "train longer, or change the thresholds in gates" in caught.value.hint
     if setting:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tuneserve.__main__ import app
 from tuneserve.ask import ask_endpoint
-from tuneserve.cli.app import app
 from tuneserve.errors import InputError
 from tuneserve.release import control, state
 from tuneserve.release.control import status
@@ -85,6 +85,21 @@ def test_runs_shows_the_time_from_start_to_end_and_the_whole_reason(runs: Runs) 
         "    out of memory while training",
         "2026-11-30T02:09:00  support  stale in train  (run run9)",
     ]
+
+
+def test_findings_stay_apart_in_one_line_and_no_stage_is_made_up(runs: Runs) -> None:
+    said = "2 rejected\n  the findings:\n    a.jsonl:7: x\n    a.jsonl:9: y\n  expected: less"
+    record = RunRecord("run1", "weekly", "support", "failed", "2026-11-30T02:01:00.000+00:00")
+    record.ended, record.error = "2026-11-30T02:01:02.000+00:00", said  # before any stage
+    runs.save(record)
+    why = "2 rejected; the findings: a.jsonl:7: x; a.jsonl:9: y"
+    assert CliRunner().invoke(app, ["runs"]).stdout.splitlines() == [
+        "2026-11-30T02:01:00  support  failed  (2 s, run run1)",
+        f"    {why}",
+    ]
+    assert status_text(status()).splitlines()[-1] == (
+        f"support: nothing serves; last run: FAILED, 2026-11-30T02:01:02Z: {why}"
+    )
 
 
 def test_a_run_under_way_is_said(runs: Runs) -> None:

@@ -60,7 +60,7 @@ def runs(
 ) -> None:
     """What ran here: when, for how long, and how it ended."""
     from tuneserve.progress import human_seconds
-    from tuneserve.runs import Runs, now, reason, seconds_taken, summary
+    from tuneserve.runs import Runs, in_one_line, now, reason, seconds_taken, summary
 
     found = Runs()
     alive = {record.id for record in found.running()}
@@ -70,14 +70,14 @@ def runs(
         state = record.state
         if state == "running" and record.id not in alive:
             state = "stale"
-        where = "" if state in _WHOLE else f" in {record.stage}"
+        where = f" in {record.stage}" if record.stage and state not in _WHOLE else ""
         known = record.ended or record.id in alive  # nobody saw when a killed one ended
         took = f"{human_seconds(seconds_taken(record, at=now()))}, " if known else ""
         about = f"({took}run {record.id})"
         release = f" {record.release}" if record.release else ""
         lines.append(f"{record.started[:19]}  {record.served}  {state}{where}{release}  {about}")
         if record.error:
-            lines.append(f"    {' '.join(reason(record).split())}")
+            lines.append(f"    {in_one_line(reason(record))}")
     data = {"runs": [summary(record) for record in records]}
     show(data, "\n".join(lines) or "nothing ran yet", as_json)
 

@@ -58,6 +58,10 @@ def ask(
 
     answer = ask_endpoint(question, name=name, max_tokens=max_tokens)
     show(answer, answer["answer"], as_json)
+    if answer["finish_reason"] == "length":
+        ours = answer["tokens"] == max_tokens
+        whose = "--max-tokens" if ours else "serve.max_tokens or serve.max_model_len"
+        sys.stderr.write(f"(cut after {answer['tokens']} tokens: {whose} allows no more)\n")
 
 
 @app.command(epilog="Example: tuneserve status")

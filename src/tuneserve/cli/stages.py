@@ -104,7 +104,7 @@ def plan(
         raise typer.BadParameter(str(error), param_hint="--gpu-memory") from error
     found = plan_run(load(path), gpu_memory_bytes=gpu_bytes)
     text = found["table"]
-    if found["fits"]:
+    if found["fits"] and not found.get("refused_for"):
         text += "\n" + what_next(f"tuneserve run {shlex.quote(str(path))}")
     show({k: v for k, v in found.items() if k != "table"}, text, as_json)
     if not found["fits"]:
@@ -149,9 +149,12 @@ def run(
 
     result = retrain(load(named_or_usual(run_file, "run")), execute, force=force)
     lines = [f"{kind}: {id}" for kind, id in result.artifacts.items()]
-    lines += [f"endpoint: {result.endpoint}", f"model: {result.model}"]
+    lines += [f"release: {result.release}", f"endpoint: {result.endpoint}"]
+    lines.append(f"model: {result.model}")
     if result.note:
         lines.append(result.note)
+    named = f" --name {shlex.quote(result.model)}"
+    lines.append(what_next(f"tuneserve ask{named} 'Hello'", "tuneserve status", "tuneserve down"))
     show(result.to_json(), "\n".join(lines), as_json)
 
 

@@ -17,14 +17,16 @@ def plan_run(run: RunFile, *, gpu_memory_bytes: int | None = None) -> dict[str, 
 
     Only the base's small files are fetched. The rows are those of the dataset that `validate` made
     of the same data; until it did they are taken to be as long as `data.max_length`. That the
-    installed torch could not use the card, that local files are not there yet, or that somebody
-    else listens on `serve.port`, is a warning here; a run is refused for it.
+    installed torch could not use the card, that local files are not there yet, that too few
+    conversations are held out to decide anything, or that somebody else listens on `serve.port`, is
+    a warning here, and an entry of `refused_for`; a run is refused for it.
 
     Raises:
         RunFileError: The run would fail later for reasons that show already.
         ModelError, HubError: The base's config cannot be had.
     """
     from tuneserve.checkpoint.base import peek_base
+    from tuneserve.ladder import check_held_out
     from tuneserve.named import check_base_place, check_named
     from tuneserve.plan.asjson import as_json
     from tuneserve.plan.build import plan_for
@@ -42,19 +44,28 @@ def plan_run(run: RunFile, *, gpu_memory_bytes: int | None = None) -> dict[str, 
         gpu_memory_bytes=gpu_memory_bytes,
         data=data_shape(dataset.path, dataset.id) if dataset else None,
     )
+    refused_for = []
     if idle := card_left_idle(run, found.machine):
         log.warning("%s; %s", idle.message, idle.hint)
+        refused_for.append(idle.message)
+    checks: list[Callable[[], None]] = [lambda: check_named(run)]
     if not found.machine.supposed:
-        _warn_of_refusal(lambda: check_early(run.serve))
-    _warn_of_refusal(lambda: check_named(run))
-    return as_json(found)
+        checks.insert(0, lambda: check_early(run.serve))
+    if dataset:
+        held_out = dataset.metrics.get("eval_conversations")
+        checks.append(lambda: check_held_out(run, held_out))
+    refused_for += [said for check in checks if (said := _warn_of_refusal(check))]
+    return {**as_json(found), **({"refused_for": refused_for} if refused_for else {})}
 
 
-def _warn_of_refusal(check: Callable[[], None]) -> None:
-    """Say what a run would be refused for: a plan is asked for before all is in place."""
+def _warn_of_refusal(check: Callable[[], None]) -> str:
+    """Say what a run would be refused for, and give it: a plan is asked for before all is in
+    place. Empty: nothing."""
     from tuneserve.errors import TuneserveError
 
     try:
         check()
     except TuneserveError as error:
         log.warning("the run would be refused: %s; %s", error.message, error.hint)
+        return error.message
+    return ""

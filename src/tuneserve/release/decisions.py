@@ -96,12 +96,21 @@ class GateReport:
             list(data.get("rungs", ())),
         )
 
-    def raise_if_refused(self, release: str, *, advised: Sequence[str] = ("gptq", "none")) -> None:
+    def raise_if_refused(
+        self,
+        release: str,
+        *,
+        advised: Sequence[str] = ("gptq", "none"),
+        serves: bool = True,
+        report: str = "",
+    ) -> None:
         """Raise when a gate was not passed.
 
         Args:
             release: Its id.
             advised: What `quantize.methods` might be; empty: another export is no advice.
+            serves: Whether the name has a release that goes on serving.
+            report: Path of the whole report, where one was written.
 
         Raises:
             GateRefused: Names every gate that refused, with its numbers.
@@ -117,11 +126,13 @@ class GateReport:
         else:
             settings = f" ({', '.join(self.would_pass)})" if self.would_pass else ""
             todo = ", ".join([*advice, f"or change the thresholds in gates{settings}"])
+        kept = "what was serving goes on serving" if serves else "nothing serves"
+        whole = f"; the whole report: {report}" if report else ""
         raise GateRefused(
             f"release {release} was refused by {len(self.refused)} of {len(self.gates)} gates: "
             f"{reasons}",
             expected="; ".join(f"{gate.name}: {gate.wanted}" for gate in self.refused),
-            hint=f"what was serving goes on serving; {todo}",
+            hint=f"{kept}; {todo}{whole}",
             details={**self.to_json(), "would_pass": self.would_pass},
         )
 

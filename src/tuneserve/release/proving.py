@@ -18,7 +18,7 @@ from tuneserve.release import capacity, promote, state, vllm_command
 from tuneserve.release.answer_room import AnswerRoom, answer_room
 from tuneserve.release.card import CardFacts, write_card
 from tuneserve.release.champion import ChampionScores, safely_measure
-from tuneserve.release.gate_report import write_report
+from tuneserve.release.gate_report import REPORT_NAME, write_report
 from tuneserve.release.gates import Gate, GateReport
 from tuneserve.release.heldout import Row, spread
 from tuneserve.release.judging import Measured, Subject, judge_candidate, rows_to_score
@@ -117,8 +117,14 @@ def prove(servers: promote.Servers, candidate: Candidate) -> None:
     for reason in report.skipped:
         log.warning("skipped: %s", reason)
     folder = _write_report(servers, candidate, report, measured, command.arguments)
+    entry = state.read(places).names.get(serve.name, state.Name())
     try:
-        report.raise_if_refused(record.id, advised=_advised_methods(candidate))
+        report.raise_if_refused(
+            record.id,
+            advised=_advised_methods(candidate),
+            serves=bool(entry.active) and entry.wanted == "up",
+            report=str(folder / REPORT_NAME),
+        )
     except GateRefused as error:
         error.details["report_folder"] = str(folder)
         raise

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tuneserve.progress import human_bytes
+from tuneserve.runs import in_one_line
 
 _SHOWN = 3
 
@@ -78,8 +79,7 @@ def _end(end: Mapping[str, Any]) -> str:
     if not end["error"]:
         return said
     where = f" in {end['stage']}" if end["state"] in ("failed", "stale") and end["stage"] else ""
-    why = " ".join(end["error"].split())
-    return f"{end['state'].upper()}{where}, {end['ended'][:19]}Z: {why}"
+    return f"{end['state'].upper()}{where}, {end['ended'][:19]}Z: {in_one_line(end['error'])}"
 
 
 def _history(entry: Mapping[str, Any]) -> list[str]:
