@@ -18,7 +18,6 @@ import os
 import shutil
 import socket
 import time
-import uuid
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from tuneserve.errors import InputError
+from tuneserve.homes import home_id
 from tuneserve.places import home
 
 log = logging.getLogger(__name__)
@@ -107,20 +107,6 @@ def fsync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def home_id(folder: Path, *, make: bool = False) -> str:
-    """What tells one TUNESERVE_HOME from another of the same path; empty where there is none."""
-    note = folder / "home-id"
-    if make and not note.exists():
-        with contextlib.suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            with note.open("x", encoding="ascii") as stream:
-                stream.write(uuid.uuid4().hex)
-    try:
-        return note.read_text(encoding="ascii")
-    except OSError:
-        return ""
 
 
 class Store:

@@ -20,8 +20,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tuneserve.artifacts import MANIFEST, Artifact, Store, file_sha256, home_id
+from tuneserve.artifacts import MANIFEST, Artifact, Store, file_sha256
 from tuneserve.errors import DiskFull, InputError, StoreError, StoreRefused
+from tuneserve.homes import home_id
 from tuneserve.places import home
 
 log = logging.getLogger(__name__)
