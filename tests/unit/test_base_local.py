@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tuneserve.checkpoint import base
-from tuneserve.checkpoint.basecheck import check_base
+from tuneserve.checkpoint.basecheck import check_base, check_config
 from tuneserve.checkpoint.generation import valid_generation_config
 from tuneserve.config import ModelSection
 from tuneserve.errors import DiskFull, ModelError
@@ -106,6 +106,69 @@ def test_all_reasons_at_once(tmp_path: Path) -> None:
         assert part in text
 
 
+@pytest.mark.parametrize(
+    ("more", "method"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
+        ({"quantization_config": {"load_in_4bit": True}}, "unknown method"),
+        ({"quantization_config": "gptq"}, "gptq"),
+        ({"compression_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
+        ({"text_config": {"quantization_config": {"quant_method": "awq"}}}, "awq"),
+        ({"quantization_config": None}, ""),
+        ({"quantization_config": {}}, ""),
+    ],
+)
+def test_weights_that_are_quantized_by_what_the_config_says(
+    tmp_path: Path, more: dict[str, Any], method: str
+) -> None:
+    folder = make_base(tmp_path / "m", config={**CONFIG, **more})
+    if method:
+        assert reasons(folder) == [
+            f"its weights are already quantized ({method}); merging needs the 16-bit original"
+        ]
+        with pytest.raises(ModelError, match=f"already quantized .{method}."):
+            check_config(folder, section(folder))
+    else:
+        check_config(folder, section(folder))
+        assert base.resolve_base(section(folder)) == folder
+
+
+def test_weights_that_are_packed_though_the_config_is_silent(tmp_path: Path) -> None:
+    """Older GPTQ exports: transformers would start from random weights."""
+    names = ("model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.qweight")
+    folder = make_base(tmp_path / "m", names=names)
+    [reason] = reasons(folder)
+    assert f"already quantized (tensor {names[1]}, BF16)" in reason
+    (folder / "quantize_config.json").write_text("{}")
+    assert "already quantized (quantize_config.json)" in reasons(folder)[0]
+    make_base(folder)  # the small file alone stayed behind
+    assert base.resolve_base(section(folder)) == folder
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"architectures": ["BertForMaskedLM"]}, "BertForMaskedLM is no causal language model"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "writes no answers"),
+        (
+            {"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True},
+            "an encoder and a decoder",
+        ),
+    ],
+)
+def test_models_that_do_not_write(tmp_path: Path, more: dict[str, Any], words: str) -> None:
+    [reason] = reasons(make_base(tmp_path / "m", config={**CONFIG, **more}))
+    assert words in reason
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a": ' * 100_000])
+def test_a_config_that_is_nested_without_end(tmp_path: Path, text: str) -> None:
+    folder = make_base(tmp_path / "m")
+    (folder / "config.json").write_text(text)
+    with pytest.raises(ModelError, match="cannot be read as JSON"):
+        base.peek_base(section(folder))
+
+
 def test_remote_code_only_when_allowed(tmp_path: Path) -> None:
     folder = make_base(tmp_path / "m", config={**CONFIG, "auto_map": {}})
     assert "trust_remote_code" in reasons(folder)[0]
@@ -125,6 +188,23 @@ def test_head_that_is_nowhere(tmp_path: Path) -> None:
     names = ("lm_head.weight", "model.embed_tokens.weight")
     make_base(tmp_path / "m", config=untied, names=names)
     base.resolve_base(section(tmp_path / "m"))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "head"), [("gpt_neox", "embed_out.weight"), ("internlm2", "output.weight")]
+)
+def test_heads_by_other_names(tmp_path: Path, model_type: str, head: str) -> None:
+    names = tuple(sorted((head, "model.embed_tokens.weight")))
+    untied = {**CONFIG, "model_type": model_type, "tie_word_embeddings": False}
+    folder = make_base(tmp_path / "m", config=untied, names=names)
+    assert base.resolve_base(section(folder)) == folder
+
+
+def test_a_bare_model_has_no_head_to_train_with(tmp_path: Path) -> None:
+    """`LlamaModel`: its head would begin random."""
+    bare = {**CONFIG, "architectures": ["LlamaModel"], "tie_word_embeddings": False}
+    [reason] = reasons(make_base(tmp_path / "m", config=bare))
+    assert "no lm_head.weight" in reason
 
 
 def test_head_tied_and_stored_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

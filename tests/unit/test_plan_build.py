@@ -336,6 +336,17 @@ def test_data_that_are_not_there_yet_are_said(
     assert all(path in said for path in gone) and not any(path in said for path in there)
 
 
+def test_a_base_that_the_run_would_refuse_is_said(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tuneserve.plan.build.look", lambda *_, **__: machine(80))
+    config = json.loads((base / "config.json").read_text())
+    packed = {**config, "quantization_config": {"quant_method": "gptq"}, "auto_map": {}}
+    (base / "config.json").write_text(json.dumps(packed))
+    *_, refused_for = plan_run(run(base))["refused_for"]
+    assert "already quantized (gptq)" in refused_for and "trust_remote_code" in refused_for
+
+
 def test_a_card_that_torch_cannot_use_stops_the_run(
     base: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from tuneserve.checkpoint.generation import valid_generation_config
 from tuneserve.checkpoint.headers import Checkpoint
+from tuneserve.checkpoint.quantized import packed_by, quantized_by
 from tuneserve.checkpoint.ties import is_tied
 from tuneserve.config import ModelSection
 from tuneserve.errors import ModelError
@@ -20,6 +21,30 @@ from tuneserve.errors import ModelError
 log = logging.getLogger(__name__)
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
+# Modules that are output heads: of nearly all models, of GPT-NeoX, BioGPT, RWKV and XLNet.
+_HEADS = ("lm_head", "embed_out", "output_projection", "head", "lm_loss")
+# Ends of the names of classes that write no text.
+_NO_GENERATORS = (
+    "ForMaskedLM",
+    "ForPreTraining",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+    "ForMultipleChoice",
+    "ForImageClassification",
+    "ForRewardModeling",
+)
+
+
+def check_config(folder: Path, model: ModelSection) -> None:
+    """Refuse a model for what its config shows, before its weights are here.
+
+    Raises:
+        ModelError: Lists all reasons.
+    """
+    problems = _config_problems(read_config(folder), model)
+    if problems:
+        raise _refusal(folder, problems)
 
 
 def check_base(folder: Path, model: ModelSection) -> None:
@@ -32,20 +57,27 @@ def check_base(folder: Path, model: ModelSection) -> None:
     problems = _config_problems(config, model)
     problems += _tokenizer_problems(folder, config, model)
     try:
-        tensors = set(Checkpoint.open(folder).tensors)
+        tensors = Checkpoint.open(folder).tensors
     except ModelError as error:
         problems.append(error.message)
     else:
-        problems += _head_problems(tensors, config)
+        problems += _head_problems(set(tensors), config)
+        packed = packed_by(folder, tensors.values())
+        if packed and not quantized_by(config):
+            problems.append(_quantized(packed))
     if problems:
-        raise ModelError(
-            f"{folder} cannot be used as a base model:\n  " + "\n  ".join(problems),
-            expected="config.json, 16-bit safetensors, a tokenizer and a chat template",
-            hint="mend what is listed, or choose another model.base",
-            details={"problems": problems},
-        )
+        raise _refusal(folder, problems)
     for note in valid_generation_config(generation_config(folder))[1]:
         log.warning("the base's %s (mended in what we write)", note)
+
+
+def _refusal(folder: Path, problems: list[str]) -> ModelError:
+    return ModelError(
+        f"{folder} cannot be used as a base model:\n  " + "\n  ".join(problems),
+        expected="config.json, 16-bit safetensors, a tokenizer and a chat template",
+        hint="mend what is listed, or choose another model.base",
+        details={"problems": problems},
+    )
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -74,7 +106,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 def _json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(
             f"{path}: cannot be read as JSON ({error})", expected="JSON, as transformers saves it"
         ) from error
@@ -92,12 +124,19 @@ def _config_problems(config: dict[str, Any], model: ModelSection) -> list[str]:
             "it comes with Python code of its own (auto_map); read it, then set "
             "model.trust_remote_code"
         )
-    if "quantization_config" in config:
-        method = (config["quantization_config"] or {}).get("quant_method", "unknown")
-        problems.append(
-            f"its weights are already quantized ({method}); merging needs the 16-bit original"
-        )
+    if method := quantized_by(config):
+        problems.append(_quantized(method))
+    named = config.get("architectures")
+    names = [str(name) for name in named] if isinstance(named, list) else []
+    if names and all(name.endswith(_NO_GENERATORS) for name in names):
+        problems.append(f"{names[0]} is no causal language model, and writes no answers")
+    elif config.get("is_encoder_decoder") is True:
+        problems.append("it is an encoder and a decoder; causal language models alone are trained")
     return problems
+
+
+def _quantized(method: str) -> str:
+    return f"its weights are already quantized ({method}); merging needs the 16-bit original"
 
 
 def _tokenizer_problems(folder: Path, config: dict[str, Any], model: ModelSection) -> list[str]:
@@ -141,10 +180,10 @@ def _largest_id(path: Path) -> int:
 
 def _head_problems(tensors: set[str], config: dict[str, Any]) -> list[str]:
     """A head neither stored nor tied would start random; one both stored and tied is ignored."""
-    stored = any(name.endswith("lm_head.weight") for name in tensors)
+    modules = {name.removesuffix(".weight").rpartition(".")[2] for name in tensors}
+    stored = not modules.isdisjoint(_HEADS) or "output.weight" in tensors  # of InternLM2
     tied = is_tied(config, stored)
-    causal = any("CausalLM" in name for name in config.get("architectures") or [])
-    if causal and not tied and not stored:
+    if not tied and not stored:
         return ["tie_word_embeddings is false, but there is no lm_head.weight"]
     if tied and stored:
         log.warning("lm_head.weight is stored although tied to the embedding; it is not used")

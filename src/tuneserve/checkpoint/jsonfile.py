@@ -19,7 +19,7 @@ def read_json(
     """
     try:
         data = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise kind(
             f"{path}: cannot be read as JSON ({error})", expected=f"JSON, as {writer} saves it"
         ) from error

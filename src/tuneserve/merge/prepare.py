@@ -13,6 +13,7 @@ from typing import Any, Literal
 from tuneserve.checkpoint.fingerprint import compare, fingerprint
 from tuneserve.checkpoint.headers import Checkpoint, TensorInfo
 from tuneserve.checkpoint.jsonfile import read_json
+from tuneserve.checkpoint.quantized import packed_by, quantized_by
 from tuneserve.errors import AdapterError, InputError, ModelError, OutputExists
 from tuneserve.merge import companions as small
 from tuneserve.merge.adapter import Adapter, open_adapter
@@ -20,9 +21,6 @@ from tuneserve.merge.journal import PROOF_NAME
 from tuneserve.merge.plan import MergePlan, plan_merge
 from tuneserve.merge.proof import FORMAT, versions
 from tuneserve.merge.tiling import Budget, budget
-
-# What AutoGPTQ, AutoAWQ and ModelOpt write beside config.json, where older ones say nothing.
-_QUANTIZED_BESIDE = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 
 # Weights that share a scale: what transformers takes, and where tiles may end (`tiling`).
 _NF4_BLOCK = 64
@@ -143,26 +141,14 @@ def refuse_quantized(base: Path, config: Mapping[str, Any]) -> None:
     Raises:
         ModelError: It is one.
     """
-    text = config.get("text_config")
-    parts = [config, text if isinstance(text, Mapping) else {}]
-    names = ("quantization_config", "compression_config")
-    settings = next((part[name] for part in parts for name in names if part.get(name)), None)
-    files = [name for name in _QUANTIZED_BESIDE if (base / name).is_file()]
-    if settings or (files and _is_packed(base)):
-        named = settings.get("quant_method") if isinstance(settings, dict) else None
-        method = named or ", ".join(files) or "?"
+    method = quantized_by(config) or packed_by(base, Checkpoint.open(base).tensors.values())
+    if method:
         raise ModelError(
             f"{base}: its weights are quantized ({method})",
             expected="the 16-bit weights",
             hint="a merge into quantized weights would round the adapter away: pass the original "
             "16-bit model, and quantize the result",
         )
-
-
-def _is_packed(base: Path) -> bool:
-    """Whether any tensor holds codes instead of numbers; such a file may have stayed behind."""
-    dtypes = {info.dtype for info in Checkpoint.open(base).tensors.values()}
-    return any(dtype in ("I32", "I8", "U8") or dtype.startswith("F8") for dtype in dtypes)
 
 
 def check_fingerprint(

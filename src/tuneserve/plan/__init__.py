@@ -17,15 +17,17 @@ def plan_run(run: RunFile, *, gpu_memory_bytes: int | None = None) -> dict[str, 
 
     Only the base's small files are fetched. The rows are those of the dataset that `validate` made
     of the same data; until it did they are taken to be as long as `data.max_length`. That the
-    installed torch could not use the card, that local files are not there yet, that too few
-    conversations are held out to decide anything, or that somebody else listens on `serve.port`, is
-    a warning here, and an entry of `refused_for`; a run is refused for it.
+    installed torch could not use the card, that local files are not there yet, that the base's
+    weights are quantized, that too few conversations are held out to decide anything, or that
+    somebody else listens on `serve.port`, is a warning here, and an entry of `refused_for`; a run
+    is refused for it.
 
     Raises:
         RunFileError: The run would fail later for reasons that show already.
         ModelError, HubError: The base's config cannot be had.
     """
     from tuneserve.checkpoint.base import peek_base
+    from tuneserve.checkpoint.basecheck import check_config
     from tuneserve.ladder import check_held_out
     from tuneserve.named import check_base_place, check_named
     from tuneserve.plan.asjson import as_json
@@ -48,7 +50,10 @@ def plan_run(run: RunFile, *, gpu_memory_bytes: int | None = None) -> dict[str, 
     if idle := card_left_idle(run, found.machine):
         log.warning("%s; %s", idle.message, idle.hint)
         refused_for.append(idle.message)
-    checks: list[Callable[[], None]] = [lambda: check_named(run)]
+    checks: list[Callable[[], None]] = [
+        lambda: check_named(run),
+        lambda: check_config(base, run.model),
+    ]
     if not found.machine.supposed:
         checks.insert(0, lambda: check_early(run.serve))
     if dataset:
