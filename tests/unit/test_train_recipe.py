@@ -90,6 +90,27 @@ def test_order_is_whole_epochs_whatever_the_micro_batch() -> None:
     assert Counter(order) == {row: 2 for row in range(30)}
 
 
+@pytest.mark.parametrize(
+    ("rows", "effective", "epochs"), [(64, 16, 3), (24, 8, 2), (10, 4, 3), (7, 5, 9), (5, 5, 4)]
+)
+def test_no_step_has_a_row_twice(rows: int, effective: int, epochs: int) -> None:
+    """Rows of several epochs have like lengths with themselves, and would share a step."""
+    lengths = [(7 * i) % 5 + 1 for i in range(rows)]
+    recipe = recipe_of(rows=rows, epochs=epochs, effective_batch=effective)
+    for seed in range(20):
+        order = training_order(lengths, recipe, seed=seed)
+        assert len(order) == recipe.steps * effective
+        steps = [order[at : at + effective] for at in range(0, len(order), effective)]
+        assert all(len(set(step)) == effective for step in steps)
+        whole = rows // effective * effective  # before the first step of two epochs
+        assert len(set(order[:whole])) == whole
+        seen = Counter(order)
+        assert max(seen.values()) - min(seen.values()) <= 1
+        if rows % effective == 0:
+            for epoch in range(epochs):
+                assert set(order[epoch * rows : (epoch + 1) * rows]) == set(range(rows))
+
+
 def test_order_fills_the_last_step_with_rows_of_a_next_epoch() -> None:
     recipe = recipe_of(rows=10, epochs=1, effective_batch=4)
     order = training_order([1] * 10, recipe, seed=0)

@@ -125,29 +125,57 @@ def rate_factor(step: int, scheduler: str, recipe: Recipe) -> float:
 def training_order(lengths: Sequence[int], recipe: Recipe, seed: int) -> list[int]:
     """Row indices in the order they are trained on: ``steps * effective_batch`` of them.
 
-    Each epoch is a shuffle of all rows. Within windows of some steps, rows of like length are put
-    into the same step, longest first within a step, and the steps of a window are shuffled again.
-    The order depends on `lengths`, the recipe's steps and effective batch, and `seed`; never on
-    the micro-batch, so a run that goes on with a smaller one sees the same rows in the same
-    steps.
+    Each epoch is a shuffle of all rows, and no row is in a step twice. Within windows of some steps
+    of one epoch, rows of like length are put into the same step, longest first within a step, and
+    the steps of a window are shuffled again. The order depends on `lengths`, the recipe's steps and
+    effective batch, and `seed`; never on the micro-batch, so a run that goes on with a smaller one
+    sees the same rows in the same steps.
     """
     rng = random.Random(seed)
-    wanted = recipe.steps * recipe.effective_batch
+    size = recipe.effective_batch
+    wanted = recipe.steps * size
     stream: list[int] = []
     while len(stream) < wanted:
-        epoch = list(range(len(lengths)))
-        rng.shuffle(epoch)
-        stream += epoch
+        begun = len(stream) % size  # rows of a step that ends in the next epoch
+        stream += _epoch(len(lengths), stream[len(stream) - begun :], size, rng)
     del stream[wanted:]
-    window = _GROUPED_STEPS * recipe.effective_batch
     order: list[int] = []
-    for begin in range(0, wanted, window):
+    for begin, end in _windows(recipe):
         # Stable: rows of equal length keep their shuffled order.
-        rows = sorted(stream[begin : begin + window], key=lambda row: -lengths[row])
-        steps = [
-            rows[at : at + recipe.effective_batch]
-            for at in range(0, len(rows), recipe.effective_batch)
-        ]
+        rows = sorted(stream[begin:end], key=lambda row: -lengths[row])
+        steps = [rows[at : at + size] for at in range(0, len(rows), size)]
         rng.shuffle(steps)
         order += [row for step in steps for row in step]
     return order
+
+
+def _epoch(rows: int, before: Sequence[int], size: int, rng: random.Random) -> list[int]:
+    """All rows, shuffled; those in the step that `before` begins are others than these."""
+    epoch = list(range(rows))
+    rng.shuffle(epoch)
+    missing = size - len(before) if before else 0
+    taken = set(before)
+    others = (at for at in range(missing, rows) if epoch[at] not in taken)
+    for at in range(missing):
+        if epoch[at] in taken:
+            other = next(others)  # there are as many: a step has no more rows than an epoch
+            epoch[at], epoch[other] = epoch[other], epoch[at]
+    return epoch
+
+
+def _windows(recipe: Recipe) -> list[tuple[int, int]]:
+    """Begins and ends of what is grouped by length: steps within one epoch, each step that has rows
+    of two epochs alone. Rows of several epochs would come together with themselves.
+    """
+    size = recipe.effective_batch
+    found: list[tuple[int, int]] = []
+    alone = True  # whether the last window takes no step more
+    for begin in range(0, recipe.steps * size, size):
+        two = begin // recipe.rows != (begin + size - 1) // recipe.rows
+        full = bool(found) and begin - found[-1][0] >= _GROUPED_STEPS * size
+        if alone or two or full or begin % recipe.rows == 0:
+            found.append((begin, begin + size))
+        else:
+            found[-1] = (found[-1][0], begin + size)
+        alone = two
+    return found
