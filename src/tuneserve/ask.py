@@ -18,7 +18,7 @@ def ask_endpoint(
 
     Raises:
         InputError: Nothing serves under that name, or the server refuses the request as asked.
-        ServerError: The endpoint did not answer.
+        ServerError: The endpoint did not answer, or is starting.
     """
     if not question.strip():
         raise InputError(
@@ -42,6 +42,12 @@ def ask_endpoint(
             expected="a name that serves",
             hint="`tuneserve up` starts it",
         )
+    if entry.get("state") == "restarting":
+        raise ServerError(
+            f"the server of {name!r} is starting",
+            expected="a server that is up",
+            hint="ask again in a minute; `tuneserve logs` shows how far it is, or why it ended",
+        )
     if name not in serving:
         raise InputError(
             f"served name {name!r} does not serve" if name else "nothing is serving",
@@ -49,6 +55,12 @@ def ask_endpoint(
             hint="`tuneserve status` shows what serves; `tuneserve run RUN.yaml` starts it",
         )
     endpoint = found["endpoint"]
+    if endpoint is None and found["gateway"] == "unseen":
+        raise ServerError(
+            "the gateway's state cannot be seen from here",
+            expected="the PID and network namespaces of the servers",
+            hint="ask in the serving container, or send the request to the gateway's address",
+        )
     if endpoint is None:  # the client would take another one's, and our key with it
         raise ServerError(
             "the gateway does not answer",
@@ -81,6 +93,12 @@ def ask_endpoint(
             f"{endpoint} refuses the request: {_said(error)}",
             expected="a question and a length that fit into what the model serves",
             hint="ask something shorter, or with a smaller --max-tokens",
+        ) from error
+    except openai.AuthenticationError as error:
+        raise InputError(
+            f"{endpoint} asks for an API key, and {'no key is left' if not known else 'not ours'}",
+            expected="a key of this TUNESERVE_HOME",
+            hint="`tuneserve keys add NAME` makes one, which works at once",
         ) from error
     except openai.OpenAIError as error:
         raise ServerError(

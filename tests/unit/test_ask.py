@@ -27,6 +27,8 @@ class Refusing(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         status, said = (400, TOO_LONG) if asked["max_tokens"] > 512 else (500, "engine is dead")
+        if asked["messages"][-1]["content"] == "no key":
+            status, said = 401, "a valid API key is needed"
         answer: object = {"error": {"message": said, "type": "x", "code": status}}
         if asked["messages"][-1]["content"] == "go on":
             status, tokens = 200, min(asked["max_tokens"], ALLOWED)
@@ -73,6 +75,39 @@ def test_a_server_that_fails_is_no_input_error(endpoint: str) -> None:
     with pytest.raises(ServerError, match=r"did not answer: .*engine is dead") as caught:
         ask_endpoint("hi")
     assert caught.value.exit_status == 5
+
+
+def test_where_no_key_is_left_it_says_how_to_make_one(endpoint: str) -> None:
+    with pytest.raises(InputError) as caught:
+        ask_endpoint("no key")
+    assert caught.value.message == f"{endpoint} asks for an API key, and no key is left"
+    assert "`tuneserve keys add NAME`" in caught.value.hint
+
+
+def test_a_server_that_starts_again_is_no_missing_release(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = {"support": {"state": "restarting", "release": "r1"}}
+    found = {"default": "support", "names": names, "endpoint": endpoint}
+    monkeypatch.setattr(control, "status", lambda: found)
+    with pytest.raises(ServerError, match="the server of 'support' is starting") as caught:
+        ask_endpoint("hi")
+    assert "ask again" in caught.value.hint and "tuneserve run" not in caught.value.hint
+
+
+@pytest.mark.parametrize("asked_for", [True, False])
+def test_whoever_has_no_key_left_is_told_who_still_gets_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked_for: bool
+) -> None:
+    monkeypatch.setenv("TUNESERVE_HOME", str(tmp_path))
+    monkeypatch.setattr(control, "asks_for_keys", lambda: asked_for)
+    run = CliRunner().invoke
+    added = run(app, ["keys", "add", "alice"]).stdout
+    assert ("`tuneserve run RUN.yaml --force`" in added) is not asked_for
+    shut = "nobody gets in until `tuneserve keys add NAME`"
+    revoked, listed = (run(app, ["keys", *more]).stdout for more in (["revoke", "alice"], ["list"]))
+    assert revoked == (f"revoked alice; no keys: {shut}\n" if asked_for else "revoked alice\n")
+    assert listed == (f"no keys: {shut}\n" if asked_for else "no keys\n")
 
 
 def test_nothing_is_no_question(endpoint: str) -> None:

@@ -194,12 +194,19 @@ def keys(
         key = control.add_key(name)
         text = f"{key}\n(shown this once; send it as a Bearer token)"
         if not control.asks_for_keys():
-            text += "\n(the endpoint asks for keys from the next release on)"
+            text += (
+                "\n(the endpoint takes requests without a key until the next release; "
+                "`tuneserve run RUN.yaml --force` makes one)"
+            )
         show({"name": name, "key": key}, text, as_json)
         return
     if action == "revoke":
         control.revoke_key(name)
-        show({"revoked": name, "keys": control.key_names()}, f"revoked {name}", as_json)
-        return
     found = control.key_names()
-    show({"keys": found}, "\n".join(found) or "no keys", as_json)
+    shut = not found and control.asks_for_keys()
+    none = "no keys" + (": nobody gets in until `tuneserve keys add NAME`" if shut else "")
+    if action == "revoke":
+        text = f"revoked {name}" + (f"; {none}" if shut else "")
+        show({"revoked": name, "keys": found}, text, as_json)
+        return
+    show({"keys": found}, "\n".join(found) or none, as_json)

@@ -149,8 +149,9 @@ def run(
 
     result = retrain(load(named_or_usual(run_file, "run")), execute, force=force)
     lines = [f"{kind}: {id}" for kind, id in result.artifacts.items()]
-    lines += [f"release: {result.release}", f"endpoint: {result.endpoint}"]
-    lines.append(f"model: {result.model}")
+    if result.outcome != "unchanged":  # then the note says what serves: it may be another one
+        lines.append(f"release: {result.release}")
+    lines += [f"endpoint: {result.endpoint}", f"model: {result.model}"]
     if result.note:
         lines.append(result.note)
     named = f" --name {shlex.quote(result.model)}"
