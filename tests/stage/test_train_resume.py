@@ -101,6 +101,20 @@ def test_it_ends_with_the_same_bytes(
 
 
 @pytest.mark.parametrize("damage", ["cut", "unsealed"])
+def test_a_curve_that_the_disk_lost_is_the_checkpoints(
+    tmp_path: Path,
+    pico_model: Path,
+    dataset: Artifact,
+    undisturbed: dict[str, str],
+    killed_after_5: Path,
+) -> None:
+    """Of a machine that lost its power: the checkpoint was flushed, the curve beside it was not."""
+    context = going_on(tmp_path, pico_model, dataset, killed_after_5)
+    (context.work / "loss.jsonl").unlink()
+    assert run(context)["steps"] == 7
+    assert {name: file_sha256(context.out / name) for name in FILES} == undisturbed
+
+
 def test_a_damaged_checkpoint_is_skipped(
     tmp_path: Path,
     pico_model: Path,

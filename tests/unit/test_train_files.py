@@ -14,7 +14,7 @@ import pytest
 from tuneserve.errors import AdapterError, DataError
 from tuneserve.lm.rows import read_rows
 from tuneserve.train.checkpoints import SEAL, check_shape, latest_whole, seal
-from tuneserve.train.curves import plot_loss, plot_memory, read_curve, rewind_curve
+from tuneserve.train.curves import keep_curve, plot_loss, plot_memory, read_curve, rewind_curve
 
 
 def checkpoint(work: Path, step: int, *, sealed: bool = True) -> Path:
@@ -60,6 +60,41 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     assert not newest.exists() and older.is_dir()
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["[]", "null", "{}", '{"files": []}', '{"files": {}}', '{"files": {"optimizer.pt": 3}}']
+    + ['{"files": {"optimizer.pt": ["x", "y"]}}', "\x00\x00"],
+)
+def test_a_seal_that_is_none_is_damage(tmp_path: Path, text: str) -> None:
+    """One that names no file would let a checkpoint without its optimizer count."""
+    older = checkpoint(tmp_path, 5)
+    newest = checkpoint(tmp_path, 10)
+    (newest / SEAL).write_text(text)
+    assert latest_whole(tmp_path) == (older, 5)
+    assert not newest.exists()
+
+
+def test_a_seal_with_another_shape_is_damage(tmp_path: Path) -> None:
+    older, newest = checkpoint(tmp_path, 5), checkpoint(tmp_path, 10)
+    sealed = json.loads((newest / SEAL).read_text())
+    (newest / SEAL).write_text(json.dumps({**sealed, "shape": [1]}))
+    assert latest_whole(tmp_path) == (older, 5)
+
+
+def test_what_is_no_folder_is_removed_alone(tmp_path: Path) -> None:
+    work, away = tmp_path / "work", tmp_path / "away"
+    work.mkdir()
+    away.mkdir()
+    (away / "kept").touch()
+    older = checkpoint(work, 5)
+    (work / "checkpoint-6").write_text("a file")
+    (work / "checkpoint-7").symlink_to(tmp_path / "nowhere")
+    (work / "checkpoint-8").symlink_to(away)
+    assert latest_whole(work) == (older, 5)
+    assert [path.name for path in work.iterdir()] == ["checkpoint-5"]
+    assert (away / "kept").is_file()
+
+
 def test_a_checkpoint_of_other_steps_is_refused_and_kept(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path, 5)
     check_shape(folder, {"steps": 8, "effective_batch": 6})  # made before seals said so
@@ -81,6 +116,30 @@ def test_the_curve_goes_back_to_the_checkpoint(tmp_path: Path) -> None:
     assert read_curve(path) == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 0.5}]
     rewind_curve(path, 0)
     assert path.read_text() == ""
+
+
+@pytest.mark.parametrize("line", [b"\xff\xfe", b"\0\0\0", b"null", b"{}", b'{"step": "2"}', b"7"])
+def test_a_broken_line_ends_the_curve(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "loss.jsonl"
+    path.write_bytes(b'{"step": 1, "loss": 1.0}\n' + line + b'\n{"step": 3, "loss": 3.0}\n')
+    assert read_curve(path) == [{"step": 1, "loss": 1.0}]
+
+
+@pytest.mark.parametrize("left", [None, b"", b'{"step": 1, "lo'])
+def test_lines_that_the_disk_lost_come_from_the_checkpoint(
+    tmp_path: Path, left: bytes | None
+) -> None:
+    """Without them the run would count too few steps at its end, each time it goes on."""
+    path = tmp_path / "loss.jsonl"
+    path.write_text("".join(json.dumps({"step": s, "loss": 1 / s}) + "\n" for s in (1, 2)))
+    folder = checkpoint(tmp_path, 2, sealed=False)
+    keep_curve(path, folder)
+    if left is None:
+        path.unlink()
+    else:
+        path.write_bytes(left)
+    rewind_curve(path, 2)
+    assert read_curve(path) == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 0.5}]
 
 
 def test_pictures_are_transparent_and_the_same_each_time(tmp_path: Path) -> None:

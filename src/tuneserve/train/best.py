@@ -55,12 +55,12 @@ class Best:
             path = self._folder / str(note["file"])
             if file_sha256(path) != note["sha256"] or not math.isfinite(note["loss"]):
                 raise ValueError("its bytes changed")
+            return path, int(note["step"]), float(note["loss"])
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
             log.warning("the best adapter so far cannot be read (%s): it is left out", error)
             return None
-        return path, int(note["step"]), float(note["loss"])
 
     def restore(self, model: Any, loss: float) -> tuple[int, float] | None:
         """Put the best adapter into the model if it is better than `loss`; its step and loss."""

@@ -14,6 +14,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tuneserve.artifacts import file_sha256, write_json_atomic
 from tuneserve.errors import AdapterError
@@ -51,7 +52,7 @@ def latest_whole(work: Path) -> tuple[Path, int] | None:
         if not why:
             return folder, step
         log.warning("checkpoint of step %d is damaged (%s): going back further", step, why)
-        shutil.rmtree(folder)
+        _remove(folder)
     return None
 
 
@@ -62,7 +63,7 @@ def check_shape(folder: Path, shape: Mapping[str, int | str]) -> None:
     Raises:
         AdapterError: It was made with other numbers than `shape` has.
     """
-    made = json.loads((folder / SEAL).read_text(encoding="utf-8")).get("shape") or {}
+    made = _sealed(folder)[1]
     differs = [f"{k} {made[k]}, now {v}" for k, v in shape.items() if made.get(k, v) != v]
     if differs:
         raise AdapterError(
@@ -76,12 +77,25 @@ def _all(work: Path) -> list[tuple[int, Path]]:
     return [(int(m.group(1)), p) for p in work.iterdir() if (m := _NAME.fullmatch(p.name))]
 
 
+def _sealed(folder: Path) -> tuple[dict[str, tuple[int, str]], dict[str, Any]]:
+    """Size and hash of each file that was sealed, and the run's shape.
+
+    Raises:
+        OSError, ValueError, KeyError, TypeError, AttributeError: There is no such seal.
+    """
+    seal = json.loads((folder / SEAL).read_text(encoding="utf-8"))
+    files = {name: (int(size), str(sha256)) for name, (size, sha256) in seal["files"].items()}
+    if not files:
+        raise ValueError("it names no file")
+    return files, dict((seal.get("shape") or {}).items())
+
+
 def _damage(folder: Path) -> str:
     try:
-        files = json.loads((folder / SEAL).read_text(encoding="utf-8"))["files"]
+        files, _ = _sealed(folder)
     except FileNotFoundError:
         return "it was not finished"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"its seal cannot be read: {error}"
     for name, (size, sha256) in files.items():
         path = folder / name
@@ -90,3 +104,10 @@ def _damage(folder: Path) -> str:
         if path.stat().st_size != size or file_sha256(path) != sha256:
             return f"the bytes of {name} changed"
     return ""
+
+
+def _remove(folder: Path) -> None:
+    if folder.is_symlink() or not folder.is_dir():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder)

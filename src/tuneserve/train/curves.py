@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,20 +17,32 @@ _SMOOTHED_OVER_STEPS = 10
 
 
 def read_curve(path: Path) -> list[dict[str, Any]]:
-    """Points of a loss curve; a last line that was cut off by a kill is left out."""
+    """Points of a loss curve, up to a line that a kill or a fault of the disk left broken."""
     points = []
     if path.is_file():
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in path.read_bytes().splitlines():
             try:
-                points.append(json.loads(line))
+                point = json.loads(line)
             except ValueError:
                 break
+            if not isinstance(point, dict) or not isinstance(point.get("step"), int):
+                break
+            points.append(point)
     return points
 
 
+def keep_curve(path: Path, checkpoint: Path) -> None:
+    """Copy the curve into a checkpoint: lines that the disk has not got yet may be lost later."""
+    if path.is_file():
+        shutil.copyfile(path, checkpoint / path.name)
+
+
 def rewind_curve(path: Path, step: int) -> None:
-    """Drop what is after `step`: those steps will be trained again."""
-    points = [point for point in read_curve(path) if point["step"] <= step]
+    """Drop what is after `step`: those steps will be trained again. The checkpoint's own copy
+    counts where it has one.
+    """
+    kept = path.with_name(f"checkpoint-{step}") / path.name
+    points = [p for p in read_curve(kept if kept.is_file() else path) if p["step"] <= step]
     path.write_text("".join(json.dumps(point) + "\n" for point in points), encoding="utf-8")
 
 

@@ -23,6 +23,7 @@ from tuneserve.lm.rows import Rows
 from tuneserve.progress import Progress, human_bytes
 from tuneserve.train import collective
 from tuneserve.train.checkpoints import seal
+from tuneserve.train.curves import keep_curve
 from tuneserve.train.memory import held_bytes
 from tuneserve.train.recipe import Recipe
 from tuneserve.train.watching import Skips, StallGuard, flat, hungry
@@ -140,7 +141,9 @@ class Watch(TrainerCallback):
         self._began = None
         collective.wait_for_all()  # each rank wrote its random state
         if state.is_world_process_zero:
-            seal(Path(args.output_dir) / f"checkpoint-{state.global_step}", self.shape)
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            keep_curve(self.curve, folder)
+            seal(folder, self.shape)
 
     def _look(self, loss: float, seconds: float) -> None:
         """Say, once each, what a person should know while it still runs."""
