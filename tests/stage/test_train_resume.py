@@ -100,7 +100,6 @@ def test_it_ends_with_the_same_bytes(
     assert {name: file_sha256(context.out / name) for name in FILES} == undisturbed
 
 
-@pytest.mark.parametrize("damage", ["cut", "unsealed"])
 def test_a_curve_that_the_disk_lost_is_the_checkpoints(
     tmp_path: Path,
     pico_model: Path,
@@ -115,6 +114,7 @@ def test_a_curve_that_the_disk_lost_is_the_checkpoints(
     assert {name: file_sha256(context.out / name) for name in FILES} == undisturbed
 
 
+@pytest.mark.parametrize("damage", ["cut", "unsealed"])
 def test_a_damaged_checkpoint_is_skipped(
     tmp_path: Path,
     pico_model: Path,
