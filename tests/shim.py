@@ -69,6 +69,11 @@ def executed(folder: Path) -> list[str]:
     return log.read_text().split() if log.exists() else []
 
 
+def requests(folder: Path) -> list[dict[str, Any]]:
+    """What each child was asked, in order."""
+    return [json.loads(line) for line in (folder / "requests.log").read_text().splitlines()]
+
+
 def in_process(call: StageCall) -> StageResult:
     """Run a stage as a child would, here: for tests about what comes before and after it."""
     from tuneserve import child, stages
@@ -99,6 +104,9 @@ def behave(context: Any) -> dict[str, Any]:
     sys.stderr.write(f"{stage} at work\n")
     with (folder / "executed.log").open("a") as log:
         log.write(f"{stage}{':' + settings['method'] if 'method' in settings else ''}\n")
+    if len(sys.argv) > 3:  # a child: what it was asked, of which the stage sees a part
+        with (folder / "requests.log").open("a") as log:
+            log.write(json.dumps(json.loads(Path(sys.argv[3]).read_text())) + "\n")
     asked = folder / "behave.json"
     told = json.loads(asked.read_text()) if asked.exists() else {}
     match settings.get("do") or told.get(stage, "write"):
@@ -142,6 +150,9 @@ def behave(context: Any) -> dict[str, Any]:
         case "killed":
             sys.stderr.write("last words\n")
             os.kill(os.getpid(), signal.SIGKILL)
+        case "killed and counted":
+            _count_kill(folder / "vmstat")
+            os.kill(os.getpid(), signal.SIGKILL)
         case "change":  # as a delivery that is copied meanwhile
             changed = Path(settings["file"])
             old = changed.read_bytes() if changed.exists() else b"1"
@@ -160,6 +171,8 @@ def behave(context: Any) -> dict[str, Any]:
             _smoke_step(context)
         case "kernel":
             return _killed_by_the_kernel(context)
+        case "script":
+            return _killed_as_told(context, folder)
         case "hang with a child":
             _hang_with_a_child(folder / "hanging.json")
         case "wait":
@@ -333,11 +346,45 @@ def _killed_by_the_kernel(context: Any) -> dict[str, Any]:
         with Path(context.settings["tried"]).open("a") as log:
             log.write(f"{rung.recipe.micro_batch}\n")
     if rung.recipe.micro_batch > 1:
-        counted = Path(context.settings["vmstat"])
-        counted.write_text(f"oom_kill {int(counted.read_text().split()[1]) + 1}\n")
+        _count_kill(Path(context.settings["vmstat"]))
         os.kill(os.getpid(), context.settings.get("signal", signal.SIGKILL))
     (context.out / "result.txt").write_text("done")
     return {"micro_batch": rung.recipe.micro_batch}
+
+
+def _count_kill(counted: Path) -> None:
+    """As the kernel does in /proc/vmstat."""
+    counted.write_text(f"oom_kill {int(counted.read_text().split()[1]) + 1}\n")
+
+
+def _killed_as_told(context: Any, folder: Path) -> dict[str, Any]:
+    """Train by a script with an entry for each attempt: the phase that it comes to (empty: killed
+    before it noted any), the step of a checkpoint that it leaves (0: none), and how it ends:
+    ``oom`` (a kill that the kernel counts), ``kill`` (one that it does not), ``hang``, ``done``.
+    """
+    sys.modules["tuneserve.train.collective"] = types.SimpleNamespace(rank=lambda: 0)  # type: ignore[assignment]
+    from tuneserve.train import checkpoints, history, stage
+
+    script = context.settings["script"]
+    phase, step, end = script[min(len(executed(folder)), len(script)) - 1]
+    rung = stage._start(context, stage.Rung(stage.recipe_of(context, 64), True))
+    if phase:
+        with Path(folder / "tried.log").open("a") as log:
+            log.write(f"{rung.recipe.micro_batch}\n")
+        stage._note(context, rung, "load")
+        stage._note(context, rung, phase)
+    if step:
+        checkpoint = context.work / f"checkpoint-{step}"
+        checkpoint.mkdir()
+        checkpoints.seal(checkpoint)
+    if end == "hang":
+        signal.pause()
+    if end != "done":
+        if end == "oom":
+            _count_kill(Path(context.settings["vmstat"]))
+        os.kill(os.getpid(), signal.SIGKILL)
+    (context.out / "result.txt").write_text("done")
+    return {"attempts": history.to_json(context.work)}
 
 
 def _hang_with_a_child(note: Path) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -58,8 +59,10 @@ class StageCall:
     inputs: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     hints: Mapping[str, Any] = field(default_factory=dict)
-    # When the run's budget ends, in seconds since 1970; retries count against it.
+    # When the run's budget ends, and when this stage's own limit does (`limited`), in seconds since
+    # 1970; retries count against both.
     deadline: float | None = None
+    ends: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As plain values, small enough for an orchestrator's parameters."""
@@ -71,6 +74,7 @@ class StageCall:
             "settings": dict(self.settings),
             "hints": dict(self.hints),
             "deadline": self.deadline,
+            "ends": self.ends,
         }
 
     @staticmethod
@@ -84,7 +88,19 @@ class StageCall:
             settings=data["settings"],
             hints=data["hints"],
             deadline=data.get("deadline"),
+            ends=data.get("ends"),
         )
+
+    def limited(self, seconds: float | None = None) -> StageCall:
+        """The call whose time begins to count now; by default unless it does already.
+
+        Args:
+            seconds: The stage's limit; None: `engines.*.max_seconds`, which may be none.
+        """
+        limit = seconds or self.engine.max_seconds
+        if limit is None or (self.ends is not None and seconds is None):
+            return self
+        return replace(self, ends=time.time() + limit)
 
     @property
     def spec(self) -> StageSpec:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +76,12 @@ def quantize(
         StageKilled: A signal ended every attempt: most often the kernel, for want of memory.
         TuneserveError: Whatever else the stage reports.
     """
+    call = StageCall("quantize", run, base, made, settings={"method": method}).limited()
     tries = [{}, *_SMALLER]
     while True:
         hints = tries.pop(0)
         try:
-            call = StageCall("quantize", run, base, made, settings={"method": method}, hints=hints)
-            return execute(call)
+            return execute(replace(call, hints=hints))
         except (OutOfMemory, StageKilled) as error:
             if isinstance(error, OutOfMemory):  # smaller batches were tried in the process itself
                 tries = tries[-1:] if "offload" not in hints else []

@@ -8,6 +8,7 @@ cancel, time-out or error we end the group ourselves.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -33,7 +34,8 @@ from tuneserve.errors import (
 from tuneserve.remote import RemoteStore
 from tuneserve.runlock import held_descriptors
 from tuneserve.stagelog import kept_log, to_stderr
-from tuneserve.stops import kernel_kills, new_attempt, note_memory, note_stop
+from tuneserve.stops import kernel_kills, name_of, new_attempt, note_memory, note_stop
+from tuneserve.train import history
 
 log = logging.getLogger(__name__)
 
@@ -43,9 +45,6 @@ _TERM_SECONDS = 10.0
 # A release that is cancelled in the middle of a switch first puts the champion back.
 _RELEASE_TERM_SECONDS = 180.0
 _TAIL_LINES = 30
-# As often the kernel may kill a training for want of memory, each time with less of it in use:
-# more rungs than these its ladder has not.
-_MOST_RUNGS = 12
 # What others send to end a process; every other signal a process brings upon itself, again each
 # time.
 FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -59,30 +58,45 @@ def run_stage(
 ) -> StageResult:
     """Give the stage's artifact from the store, or make it in a child process.
 
-    A training that the kernel killed for want of memory goes on at once, with less of it in use.
+    A training that the kernel killed for want of memory goes on at once, with less of it in use,
+    as long as it comes further: on to another rung of its ladder, or another checkpoint.
 
     Args:
         call: The stage and all that decides its result.
         log_line: Gets each line of the child's log; None sends them to our own stderr.
-        timeout_seconds: End the child after this long; None: `engines.*.max_seconds`.
+        timeout_seconds: End the stage after this long, all its attempts together; None:
+            `engines.*.max_seconds`.
 
     Raises:
+        OutOfMemory: A training was killed for want of memory `history.MOST_FRUITLESS` times
+        without coming further.
         TuneserveError: What the child reported, `StageTimeout`, or `StageCrashed` with its last
         lines.
     """
-    for _ in range(_MOST_RUNGS):
-        try:
-            return _run_once(call, log_line, timeout_seconds)
-        except StageKilled as error:
-            if call.stage != "train" or not error.details.get("out_of_memory"):
-                raise
-            say = log_line or to_stderr
-            say("the kernel killed the training for want of memory: going on with less in use")
-    return _run_once(call, log_line, timeout_seconds)
+    call = call.limited(timeout_seconds)
+    with contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def log_file() -> Callable[[str], None]:
+            """One log of all attempts, begun with the first: a result that is there has none."""
+            return stack.enter_context(kept_log(call.run.name, call.stage, log_line))
+
+        while True:
+            try:
+                return _run_once(call, log_file, timeout_seconds)
+            except StageKilled as error:
+                if call.stage != "train" or not error.details.get("out_of_memory"):
+                    raise
+                what = "going on with less in use"
+                if error.details["fruitless"]:
+                    what = "it had come no further, and is tried once more"
+                log_file()(f"the kernel killed the training for want of memory: {what}")
 
 
 def _run_once(
-    call: StageCall, log_line: Callable[[str], None] | None, timeout_seconds: float | None
+    call: StageCall,
+    log_file: Callable[[], Callable[[str], None]],
+    timeout_seconds: float | None,
 ) -> StageResult:
     store, remote = call.store, open_remote(call.run)
     store.note_use(*call.inputs.values())
@@ -104,7 +118,7 @@ def _run_once(
         for needed in call.inputs.values():
             if store.find(needed) is None:
                 remote.pull(store, needed)
-    limit, by_budget = _limit_seconds(call, timeout_seconds)
+    limit, over = _time_left(call, timeout_seconds)
     request = {
         **call.to_json(),
         "store": str(store.root),
@@ -120,30 +134,20 @@ def _run_once(
         request_path.write_text(json.dumps(request), encoding="utf-8")
         command = [call.interpreter(), "-m", "tuneserve", "stage", call.stage]
         try:
-            with kept_log(call.run.name, call.stage, log_line) as write:
-                status, tail = run_child(
-                    [*command, str(request_path), str(result_path)],
-                    log_line=write,
-                    timeout_seconds=limit,
-                    environment=attempt,
-                    on_stop=lambda: note_stop(attempt),
-                    term_seconds=_RELEASE_TERM_SECONDS
-                    if call.stage == "release"
-                    else _TERM_SECONDS,
-                )
+            status, tail = run_child(
+                [*command, str(request_path), str(result_path)],
+                log_line=log_file(),
+                timeout_seconds=limit,
+                environment=attempt,
+                on_stop=lambda: note_stop(attempt),
+                term_seconds=_RELEASE_TERM_SECONDS if call.stage == "release" else _TERM_SECONDS,
+            )
         except StageTimeout as error:
-            if by_budget:
-                raise _budget_spent(call.stage) from error
-            raise
+            raise over from error
         try:
             result = _read_result(call.stage, result_path, status, tail)
         except StageKilled as error:
-            if error.details.get("signal") == signal.SIGKILL and kernel_kills() > kills:
-                error.hint = (
-                    "the kernel counted a kill for want of memory meanwhile: free some, or give "
-                    "the stage less to do, then run it again"
-                )
-                error.details["out_of_memory"] = note_memory(attempt)
+            _note_kill(call, attempt, id, error, counted=kernel_kills() > kills)
             raise
     if id:
         made = store.find(id)
@@ -165,15 +169,71 @@ def _say_needs(remote: RemoteStore, call: StageCall, id: str | None) -> None:
     remote.note_needs({*needed_by(home(), call.store), *call.inputs.values(), *filter(None, [id])})
 
 
-def _limit_seconds(call: StageCall, asked: float | None) -> tuple[float | None, bool]:
-    """How long the stage may take, and whether it is the run's budget that says so."""
-    own = asked or call.engine.max_seconds
-    if call.deadline is None:
-        return own, False
-    left = call.deadline - time.time()
-    if left <= 0:
-        raise _budget_spent(call.stage)
-    return (left, True) if own is None or left < own else (own, False)
+def _note_kill(
+    call: StageCall,
+    attempt: Mapping[str, str],
+    id: str | None,
+    error: StageKilled,
+    *,
+    counted: bool,
+) -> None:
+    """Complete the error of a child that a signal ended, and note it for the next attempt.
+
+    Args:
+        call: The stage.
+        attempt: As `new_attempt` gave it.
+        id: Of the artifact that was to be made.
+        error: Its details get `out_of_memory`, and of a training `fruitless`: attempts in a row
+            that were killed without coming further.
+        counted: Whether the kernel counted a kill for want of memory meanwhile.
+
+    Raises:
+        OutOfMemory: A training was, `history.MOST_FRUITLESS` times in a row.
+    """
+    number = int(error.details.get("signal", 0))
+    if counted := counted and number == signal.SIGKILL:
+        error.hint = (
+            "the kernel counted a kill for want of memory meanwhile: free some, or give the stage "
+            "less to do, then run it again"
+        )
+        error.details["out_of_memory"] = True
+        note_memory(attempt)
+    if call.stage != "train":
+        return
+    assert id is not None
+    work = call.store.work(id)
+    count = history.note_kill(work, name_of(attempt), number, for_memory=counted)
+    error.details["fruitless"] = count
+    if counted and count >= history.MOST_FRUITLESS:
+        raise history.give_up(work, call.hints) from error
+
+
+def _time_left(
+    call: StageCall, timeout_seconds: float | None
+) -> tuple[float | None, TuneserveError]:
+    """Seconds that are left to the stage (None: as many as it takes), and the error when they are
+    over.
+
+    Raises:
+        StageTimeout: None are left of the stage's own limit: earlier attempts took them.
+        BudgetSpent: Nor of the run's budget.
+    """
+    limit, now = timeout_seconds or call.engine.max_seconds, time.time()
+    own = None if call.ends is None else call.ends - now
+    budget = None if call.deadline is None else call.deadline - now
+    over: TuneserveError = StageTimeout(
+        f"stage {call.stage} took longer than {limit or 0:.0f} s, all its attempts together, and "
+        "was ended",
+        expected=f"the stage within engines.{call.spec.engine}.max_seconds",
+        hint="raise the limit, or make the stage smaller"
+        + ("; a training resumes at its last checkpoint" if call.stage == "train" else ""),
+    )
+    left = own
+    if budget is not None and (own is None or budget < own):
+        left, over = budget, _budget_spent(call.stage)
+    if left is not None and left <= 0:
+        raise over
+    return left, over
 
 
 def _budget_spent(stage: str) -> BudgetSpent:

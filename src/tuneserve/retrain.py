@@ -189,7 +189,7 @@ def _accounted(run: RunFile, execute: Execute, runs: Runs, record: RunRecord) ->
         runs.save(record)
         started = time.monotonic()
         try:
-            result = execute(replace(call, deadline=deadline))
+            result = execute(replace(call.limited(), deadline=deadline))
         finally:
             spent = time.monotonic() - started
             record.seconds[call.stage] = round(record.seconds.get(call.stage, 0.0) + spent, 3)

@@ -29,7 +29,12 @@ def new_attempt(work: Path) -> dict[str, str]:
 
 def this_attempt() -> str:
     """The name of the attempt that this process is part of; empty outside of one."""
-    return os.environ.get(_ATTEMPT_VARIABLE, "")
+    return name_of(os.environ)
+
+
+def name_of(attempt: Mapping[str, str]) -> str:
+    """The name of an attempt that `new_attempt` gave; empty outside of one."""
+    return attempt.get(_ATTEMPT_VARIABLE, "")
 
 
 def note_stop(attempt: Mapping[str, str] | None = None) -> None:

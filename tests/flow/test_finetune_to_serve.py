@@ -16,10 +16,19 @@ from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, Fl
 from prefect.client.schemas.objects import State, TaskRun
 
 from flows.finetune_to_serve import finetune_to_serve
-from shim import executed, healthy_server, in_process, run_file
+from shim import executed, healthy_server, in_process, interpreter, requests, run_file
 from tasks import stage as stage_tasks
 from tuneserve.calls import StageCall, StageResult
-from tuneserve.errors import DataError, DiskFull, GateRefused, HubError, RunFileError
+from tuneserve.config import EnginesSection
+from tuneserve.errors import (
+    DataError,
+    DiskFull,
+    GateRefused,
+    HubError,
+    OutOfMemory,
+    RunFileError,
+    StageKilled,
+)
 from tuneserve.retrain import retrain
 from tuneserve.runfile import load_run_file
 
@@ -145,6 +154,35 @@ def test_what_can_pass_by_itself_is_tried_again(
     told = [line for line in logged if "\n  what to do: wait" in line]
     assert [line.partition(": ")[0] for line in told] == ["Task run failed with exception"]
     assert not any("Traceback" in line for line in logged)
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_a_training_that_is_killed_twice_without_coming_further_is_not_tried_again(
+    tmp_path: Path, pico_model: Path, monkeypatch: pytest.MonkeyPatch, counted: bool
+) -> None:
+    """Whoever killed it. Its limit in time is one of all attempts, Prefect's as well."""
+    from flows import finetune_to_serve as module
+
+    (tmp_path / "vmstat").write_text("oom_kill 3\n")
+    monkeypatch.setattr("tuneserve.stops._PROC", tmp_path)
+    quick = stage_tasks.stage_task("train", retries=2, description="").with_options(
+        retry_delay_seconds=0
+    )
+    monkeypatch.setitem(module._TASKS, "train", quick)
+    python = {"python": interpreter(tmp_path)}
+    engines = {name: python for name in EnginesSection.model_fields}
+    path = written(
+        tmp_path, pico_model, engines={**engines, "train": {**python, "max_seconds": 600}}
+    )
+    does = "killed and counted" if counted else "killed"
+    (tmp_path / "behave.json").write_text(json.dumps({"train": does}))
+    with pytest.raises(OutOfMemory if counted else StageKilled) as caught:
+        finetune_to_serve(path)
+    assert caught.value.exit_status == (3 if counted else 1)
+    assert executed(tmp_path)[3:] == ["train"] * 2
+    first, second = requests(tmp_path)[3:]
+    assert first["ends"] is not None and first["ends"] == second["ends"]
+    assert not list((tmp_path / "store").glob("adapter-*"))
 
 
 def test_a_refused_export_goes_down_the_ladder(tmp_path: Path, pico_model: Path) -> None:

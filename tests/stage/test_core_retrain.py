@@ -453,6 +453,22 @@ def test_the_limit_of_one_stage_is_not_the_budget(house: House) -> None:
         retrain(run, execute)
 
 
+def test_the_limit_of_a_stage_begins_when_it_is_asked_for(house: House) -> None:
+    """So an orchestrator that tries a call again gives it what is left."""
+    house.tell(release="promote")
+    seen: dict[str, float | None] = {}
+
+    def noting(call: StageCall) -> StageResult:
+        seen[call.stage] = call.ends
+        return in_process(call)
+
+    before = time.time()
+    retrain(house.run_file(engines={"train": {"max_seconds": 900}}), noting)
+    train = seen.pop("train")
+    assert train is not None and before + 900 <= train <= time.time() + 900
+    assert set(seen.values()) == {None}
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_who_stops_a_run_by_hand_is_told_how_it_goes_on(
     house: House, number: signal.Signals

@@ -23,6 +23,7 @@ TRAIN = {
     "gradient_checkpointing": False,
     "save_steps": 1,
 }
+BOTTOM = {**TRAIN, "micro_batch": 1, "gradient_checkpointing": True}
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +67,13 @@ def test_half_the_micro_batch_and_twice_the_accumulation(
         "micro-batch 2",
     ]
     assert "2.00 GiB" in metrics["did_not_fit"][0]
+    ran_out = {"end": "CUDA out of memory. Tried to allocate 2.00 GiB.", "fits": False}
+    rung = "micro-batch {} x {} accumulated, without gradient checkpointing"
+    assert metrics["attempts"] == [
+        {"rung": rung.format(4, 1), "from_step": 0, "to_step": 0, **ran_out},
+        {"rung": rung.format(2, 2), "from_step": 0, "to_step": 0, **ran_out},
+        {"rung": rung.format(1, 4), "from_step": 0, "to_step": 3, "end": "trained", "fits": True},
+    ]
     for name in ("adapter_model.safetensors", "loss.jsonl"):
         assert file_sha256(context.out / name) == file_sha256(plain.out / name)
 
@@ -80,6 +88,46 @@ def test_in_the_middle_it_goes_on_from_the_checkpoint(
     assert metrics["micro_batch"] == 2 and metrics["steps"] == 3
     steps = [json.loads(x)["step"] for x in (context.out / "loss.jsonl").read_text().splitlines()]
     assert steps == [1, 2, 3, 3]
+    found = [(one["from_step"], one["to_step"], one["fits"]) for one in metrics["attempts"]]
+    assert found == [(0, 2, False), (2, 3, True)]
+
+
+def test_at_the_bottom_it_goes_on_as_long_as_it_comes_further(
+    tmp_path: Path, pico_model: Path, dataset: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as when another program takes the card's memory for a while."""
+    from tuneserve.train.trainer import RowTrainer
+
+    original = RowTrainer.compute_loss
+    calls: list[int] = []
+
+    def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        # The smoke step is one call, each step four; the attempts fail in their second step.
+        if len(calls) in failing:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(RowTrainer, "compute_loss", compute_loss)
+    plain = make_context(tmp_path / "plain", pico_model, {"dataset": dataset}, BOTTOM)
+    failing: set[int] = set()
+    run(plain)
+    calls.clear()
+    failing = {6, 12}
+    context = make_context(tmp_path / "bottom", pico_model, {"dataset": dataset}, BOTTOM)
+    metrics = run(context)
+    found = [(one["from_step"], one["to_step"], one["fits"]) for one in metrics["attempts"]]
+    assert found == [(0, 1, False), (1, 2, False), (2, 3, True)]
+    for name in ("adapter_model.safetensors", "training.json"):
+        assert file_sha256(context.out / name) == file_sha256(plain.out / name)
+
+    calls.clear()
+    failing = {6, 7}  # and the second time in its smoke step
+    context = make_context(tmp_path / "end", pico_model, {"dataset": dataset}, BOTTOM)
+    with pytest.raises(OutOfMemory) as caught:
+        run(context)
+    assert len(caught.value.details["tried"]) == 2 and (context.work / "checkpoint-1").is_dir()
+    assert list(context.out.iterdir()) == []
 
 
 def test_the_bottom_says_what_was_tried(
@@ -112,7 +160,11 @@ def test_killed_in_the_smoke_step_begins_one_rung_lower(
     context = make_context(tmp_path, pico_model, {"dataset": dataset}, TRAIN, {"micro_batch": 4})
     note = {"micro_batch": 4, "checkpointing": False, "phase": "smoke"}
     (context.work / "rung.json").write_text(json.dumps(note))
-    assert run(context)["micro_batch"] == 2
+    metrics = run(context)
+    assert metrics["micro_batch"] == 2
+    assert metrics["did_not_fit"] == [
+        "micro-batch 4 x 1 accumulated, without gradient checkpointing: killed in its first step"
+    ]
     # A kill later than that says nothing about memory: the same rung again.
     context = make_context(tmp_path, pico_model, {"dataset": dataset}, TRAIN, {"micro_batch": 4})
     (context.work / "rung.json").write_text(json.dumps({**note, "phase": "train"}))

@@ -111,28 +111,29 @@ def test_a_kill_that_the_kernel_did_not_count_is_told(
 
 
 @pytest.mark.parametrize(
-    ("number", "out_of_memory"), [(signal.SIGKILL, False), (signal.SIGTERM, None)]
+    ("stage", "number"), [("train", signal.SIGTERM), ("quantize", signal.SIGKILL)]
 )
-def test_a_kill_from_which_nothing_follows_is_not_repeated(
+def test_a_kill_that_asks_for_an_end_is_not_repeated(
     tmp_path: Path,
     pico_model: Path,
     monkeypatch: pytest.MonkeyPatch,
+    stage: str,
     number: signal.Signals,
-    out_of_memory: bool | None,
 ) -> None:
-    """Before the training noted anything, the next attempt would be the same; and whoever sends
-    another signal wants an end, whatever else the kernel killed meanwhile.
+    """Whoever sends another signal wants an end, whatever else the kernel killed meanwhile; and a
+    stage without a ladder of its own would be killed again.
     """
     vmstat = tmp_path / "vmstat"
     vmstat.write_text("oom_kill 3\n")
     monkeypatch.setattr("tuneserve.stops._PROC", tmp_path)
     settings = {"do": "kernel", "phase": "", "vmstat": str(vmstat), "signal": number}
-    asked = StageCall("train", run_file(tmp_path), pico_model, settings=settings)
+    asked = StageCall(stage, run_file(tmp_path), pico_model, settings=settings)
     with pytest.raises(StageKilled) as caught:
         run_stage(asked, log_line=lambda line: None)
-    assert executed(tmp_path) == ["train"] and vmstat.read_text() == "oom_kill 4\n"
-    assert caught.value.details.get("out_of_memory") is out_of_memory
-    assert ("want of memory meanwhile" in caught.value.hint) == (out_of_memory is not None)
+    assert executed(tmp_path) == [stage] and vmstat.read_text() == "oom_kill 4\n"
+    memory = number == signal.SIGKILL
+    assert caught.value.details.get("out_of_memory", False) is memory
+    assert ("want of memory meanwhile" in caught.value.hint) is memory
 
 
 @pytest.mark.parametrize(

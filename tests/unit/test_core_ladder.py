@@ -252,3 +252,16 @@ def test_too_few_held_out_rows_are_refused_before_anything_is_spent() -> None:
         (run(gates={"enabled": False}), 0), (run(gates={"min_conversations": 3}), 3),
     ):  # fmt: skip
         check_held_out(*fine)
+
+
+@pytest.mark.parametrize("limit", [None, 600])
+def test_smaller_attempts_at_an_export_share_its_limit(limit: float | None) -> None:
+    stages = Stages(quantize=[StageKilled("gone"), OutOfMemory("no room"), "quantized-g"])
+    quantize(run(engines={"quantize": {"max_seconds": limit}}), BASE, HAVE, "gptq", stages)
+    assert [call.hints for call in stages.calls] == [
+        {},
+        {"calibration_batch": 1},
+        {"calibration_batch": 1, "offload": True},
+    ]
+    (ends,) = {call.ends for call in stages.calls}
+    assert (ends is None) == (limit is None)
