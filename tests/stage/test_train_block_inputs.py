@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any
 
@@ -106,6 +107,49 @@ def test_a_block_as_one_node_keeps_its_input_alone() -> None:
     assert all(x() is not None for x in inputs)
     loss.backward()
     assert len(inputs) == 6 and not any(x() is not None for x in inputs)
+
+
+class Top(torch.autograd.Function):
+    """Gives a gradient of its own, and keeps a weak reference to its memory."""
+
+    memory: Any = None
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        gradient = torch.ones(5, 8)
+        Top.memory = gradient.untyped_storage()._weak_ref()
+        return gradient
+
+
+class Bottom(torch.autograd.Function):
+    """Looks whether that memory was given back."""
+
+    given_back: bool | None = None
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        Bottom.given_back = torch.UntypedStorage._expired(Top.memory)
+        return gradients[0]
+
+
+def test_the_gradient_of_an_output_is_gone_before_the_block_is_through() -> None:
+    """One hidden state, in the moment that needs most; torch's reentrant checkpoints keep it."""
+    linear, found = torch.nn.Linear(8, 8), []
+    reentrant = functools.partial(checkpoint, use_reentrant=True)
+    for function in (reentrant, plain, _as_one_node(plain, 0, None)):
+        rows = torch.randn(5, 8, requires_grad=True)
+        Top.apply(function(lambda x: linear(Bottom.apply(x)), rows * 1)).backward()
+        assert torch.allclose(rows.grad, linear.weight.sum(0).expand(5, 8))
+        found.append(Bottom.given_back)
+    assert found == [False, True, True]
 
 
 def test_the_plan_counts_with_the_same_places() -> None:

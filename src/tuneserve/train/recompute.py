@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.graph import get_gradient_edge
 
 from tuneserve.lm.fuse import adds_mlp_last
 from tuneserve.train.offload import OFFLOAD_PLACES, BlockInputs
@@ -42,9 +41,35 @@ class _Recomputed(torch.autograd.Function):
         hidden = saved[0] if ctx.kept is None else ctx.store.unpack(ctx.kept)
         hidden = hidden.detach().requires_grad_()
         with torch.enable_grad():
-            edge = get_gradient_edge(ctx.function(hidden))  # the output itself is read by nobody
-        torch.autograd.backward([edge], gradients)
+            root = _Begun.apply(ctx.function(hidden), [_taken(gradients[0])])
+        root.backward()
         return hidden.grad, None, None, None
+
+
+class _Begun(torch.autograd.Function):
+    """Where the way back through a block begins: nobody else holds its gradient.
+
+    Given to `backward()` instead, the gradient would lie there until the block's own is done, and
+    no sum could be made in its place: one hidden state more at the moment that needs most.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, gradient: list[torch.Tensor]) -> torch.Tensor:
+        """Any number; `gradient`: the one of `out`, which is read by nobody."""
+        ctx.gradient = gradient
+        return out.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """The gradient of `out`, given away."""
+        return ctx.gradient.pop(), None
+
+
+def _taken(gradient: torch.Tensor) -> torch.Tensor:
+    """What a block's output got, which comes from the next block alone; its old holder has none."""
+    taken = gradient.detach()
+    gradient.data = gradient.new_empty(0)
+    return taken
 
 
 def recompute_blocks(model: Any, *, offload: bool, whole: bool) -> None:
