@@ -31,6 +31,8 @@ from tuneserve.train.recipe import make_recipe, rate_factor, training_order
 
 log = logging.getLogger("engine")
 
+_MULTIPLE = 8  # of tokens a batch is wide
+
 
 def run(context: StageContext) -> dict[str, Any]:
     """Train and fill `context.out`; what is returned is printed and kept as the stage's metrics."""
@@ -38,7 +40,8 @@ def run(context: StageContext) -> dict[str, Any]:
     dataset = context.inputs["dataset"].path
     rows = read_rows(dataset / "train.parquet")
     recipe = make_recipe(train, len(rows), context.hints.get("micro_batch") or 1)
-    model = _load(context, int(rows.lengths.max()))
+    # Batches are as wide as `pad_rows` makes them; Unsloth cuts masks at the longest it was told.
+    model = _load(context, -(-int(rows.lengths.max()) // _MULTIPLE) * _MULTIPLE)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=train.learning_rate, weight_decay=train.weight_decay)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
@@ -74,7 +77,7 @@ def run(context: StageContext) -> dict[str, Any]:
 def _step(model: Any, rows: Any, chosen: list[int], micro_batch: int, place: Any) -> float:
     """Gradients of the mean over the supervised tokens of the whole batch."""
     batches = [
-        pad_rows(rows, chosen[at : at + micro_batch], 8)
+        pad_rows(rows, chosen[at : at + micro_batch], _MULTIPLE)
         for at in range(0, len(chosen), micro_batch)
     ]
     counts = [int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in batches]
