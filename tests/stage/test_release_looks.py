@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Iterable
 
 import pytest
 
+import release_stub as stub
 from release_house import House, keeper, wait_for
 from tuneserve.errors import ServerError
 from tuneserve.release import control, entrance, promote, state
 from tuneserve.release.layout import layout
+from tuneserve.release.ready import healthy
 from tuneserve.release.sessions import process_start
 from tuneserve.release.stage import release
 from tuneserve.release.supervisor import GATEWAY, server_program
+from tuneserve.release.unixhttp import ask, load_of
 
 
 def test_a_gateway_that_cannot_be_looked_into_is_still_ours(
@@ -59,6 +66,80 @@ def test_a_gateway_of_other_namespaces_is_left_alone(
     record.write_text(here)
     assert release(house.request("b", dataset=None))["endpoint"] == f"{house.url}/v1"
     assert keeper()._session(GATEWAY) == session
+
+
+_APART = ["unshare", "--map-root-user", "--net", "--pid", "--fork", "--mount-proc"]
+
+
+@pytest.mark.skipif(
+    subprocess.run([*_APART, "true"], capture_output=True).returncode != 0,
+    reason="makes namespaces",
+)
+def test_a_look_from_another_container_touches_nothing(house: House) -> None:
+    """The volume is shared, and so are the sockets in it; processes and ports are not."""
+    made = release(house.request("a", dataset=None))["release"]
+    session = keeper()._session(GATEWAY)
+    layout().name_link("default").unlink()  # as a killed switch leaves it
+    before = layout().state_file.read_bytes()
+
+    def look(*command: str) -> tuple[str, str]:
+        argv = [*_APART, sys.executable, "-m", "tuneserve", *command]
+        done = subprocess.run(argv, capture_output=True, text=True, check=False)
+        return done.stdout, done.stderr
+
+    said, warned = look("status")
+    unseen = "the gateway's state cannot be seen from here"
+    assert f"endpoint: ({unseen}" in said and "is down" not in said
+    assert warned.count("other PID or network namespaces") == 1
+    found = json.loads(look("status", "--json")[0])
+    assert (found["endpoint"], found["gateway"]) == (None, "unseen")
+    assert found["names"]["default"]["health"] == "healthy", "by its socket"
+    assert not layout().name_link("default").is_symlink()
+    assert layout().state_file.read_bytes() == before and keeper()._session(GATEWAY) == session
+    layout().name_link("default").symlink_to(layout().socket(made).parent)
+    assert unseen in look("ask", "hi")[1]
+    layout().name_link("default").unlink()
+    assert control.status()["endpoint"] == f"{house.url}/v1"  # from here it is put in order
+    assert house.chat().headers["x-tuneserve-release"] == made
+
+
+def test_a_look_leaves_a_stray_to_the_requests_it_answers(
+    house: House, caplog: pytest.LogCaptureFixture
+) -> None:
+    stray = release(house.request("a", dataset=None))["release"]
+    made = release(house.request("b", dataset=None, keep_warm=True))["release"]
+    stub.make_model(house.folder / "a", token_seconds=0.5)
+    was = keeper()._session(server_program(stray))
+    assert was is not None
+    os.kill(was, signal.SIGKILL)
+    with state.change(layout()) as changed:
+        changed.names["default"].warm = None  # as a killed switch leaves it
+    wait_for(lambda: healthy(layout().socket(stray), stray))
+    body = {"model": "default", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 20}
+    statuses: list[int] = []
+
+    def chat() -> None:
+        answer = ask(
+            layout().socket(stray), "POST", "/v1/chat/completions", body, timeout_seconds=60
+        )
+        statuses.append(answer.status)
+
+    def running() -> int:
+        answer = healthy(layout().socket(stray), stray)
+        return (load_of(answer) or (0, 0))[0] if answer else 0
+
+    asking = threading.Thread(target=chat)
+    asking.start()
+    wait_for(lambda: running() == 1)
+    assert control.status()["names"]["default"]["release"] == made
+    assert asking.is_alive(), "ten seconds of answer were waited for"
+    assert f"{stray}, which nothing refers to, still answers: left until it has" in caplog.text
+    assert keeper().members(server_program(stray))
+    asking.join()
+    assert statuses == [200]
+    control.status()
+    assert not keeper().members(server_program(stray))
+    assert house.chat().headers["x-tuneserve-release"] == made
 
 
 def test_a_look_while_everything_ends_starts_no_gateway(house: House) -> None:

@@ -76,12 +76,13 @@ def release_model_dir(
 
 
 def status() -> dict[str, Any]:
-    """What is serving: `endpoint`, `gateway`, and per name its release, state, since, health,
-    load, history; under `last_runs` how the last run of each name ended, and under
-    `runs_under_way` what runs now.
+    """What is serving: `endpoint`, `gateway` (supervisord's word, ``down`` or ``unseen``), and per
+    name its release, state, since, health, load, history; under `last_runs` how the last run of
+    each name ended, and under `runs_under_way` what runs now.
 
     A switch that was killed half-way is put in order first, when nobody else is at it. What cannot
-    be put in order is logged; nothing is waited for longer than a few seconds.
+    be put in order is logged; nothing is waited for longer than a few seconds. From other PID or
+    network namespaces than those of the servers nothing is touched, and the gateway is unseen.
     """
     runs = {"last_runs": Runs().last_ends(), "runs_under_way": Runs().under_way()}
     if not run_root().is_dir():
@@ -96,6 +97,9 @@ def status() -> dict[str, Any]:
     listen = Listen(**known.gateway) if known.gateway else None
     rates = traffic.recent(places.logs / "access.log", known.default or "")
     ours = listen is not None and gateway is not None and entrance.listens(servers.keeper, listen)
+    gateway_state = gateway.state.lower() if gateway else "down"
+    if gateway and not ours and servers.keeper.is_elsewhere():
+        gateway_state = "unseen"
     names = {}
     for name, entry in known.names.items():
         prefix = "" if name == known.default else f"/{name}"
@@ -106,7 +110,7 @@ def status() -> dict[str, Any]:
         }
     return {
         "endpoint": f"{listen.base_url}/v1" if listen and ours else None,
-        "gateway": gateway.state.lower() if gateway else "down",
+        "gateway": gateway_state,
         "default": known.default,
         "keys": names_of_keys(places),
         "tls_root": str(root_certificate(places)) if listen and listen.tls == "internal" else None,

@@ -159,14 +159,14 @@ def mend(places: Layout, keeper: Keeper, *, passing: bool = False) -> None:
         if not (served and known.gateway and keeper.running()):
             return
         listen = Listen(**known.gateway)
-        _check_seen(keeper)
+        check_seen(keeper)
         if not listens(keeper, listen):
             log.warning("the gateway does not listen at %s: starting it", listen.described)
             _ensure(places, keeper, listen.as_files_are())
 
 
 def _ensure(places: Layout, keeper: Keeper, listen: Listen) -> None:
-    _check_seen(keeper)
+    check_seen(keeper)
     known = state.read(places).gateway
     former = Listen(**known) if known else None
     works = former is not None and _works(keeper, former)
@@ -218,8 +218,12 @@ def _alone(places: Layout, *, wait_seconds: float = float("inf")) -> Iterator[No
         yield
 
 
-def _check_seen(keeper: Keeper) -> None:
-    """Leave a gateway alone that works where we cannot see it, as one of another container."""
+def check_seen(keeper: Keeper) -> None:
+    """Leave a gateway alone that works where we cannot see it, as one of another container.
+
+    Raises:
+        ServerError: It runs in other PID or network namespaces than this command.
+    """
     if keeper.is_elsewhere():
         raise ServerError(
             "the gateway and the servers run in other PID or network namespaces: whether they "

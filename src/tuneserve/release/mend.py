@@ -16,18 +16,29 @@ from tuneserve.release.supervisor import server_program
 
 log = logging.getLogger(__name__)
 
+_DRAIN_SECONDS, _PASSING_SECONDS = 30.0, 2.0
 
-def tidy(servers: promote.Servers, name: str) -> None:
+
+def tidy(servers: promote.Servers, name: str, *, passing: bool = False) -> list[str]:
     """Bring symlink, state file and processes together after a crash, as far as that needs no
     start. Hold the name's lock.
 
     The release that requests reach wins when its server lives; else the one the file calls active.
     Servers that are neither are ended: they may have the memory that the next start needs.
+
+    Args:
+        servers: Of this user.
+        name: A served name.
+        passing: For a command that only looks: a server that still answers requests is left to
+            them.
+
+    Returns:
+        The servers that were left.
     """
     places = servers.places
     known = state.read(places)
     if name not in known.names or known.names[name].wanted != "up":
-        return
+        return []
     current, begun = current_release(places, name), known.names[name].promoting
     if begun:
         log.warning("a switch of %s to %s was interrupted; putting it in order", name, begun)
@@ -39,9 +50,10 @@ def tidy(servers: promote.Servers, name: str) -> None:
         entry.promoting = None
         if entry.warm not in up:
             entry.warm = None
-    _end_strays(servers, name)
+    left = _end_strays(servers, name, passing=passing)
     if entry.active and entry.active in up and current not in up:
         servers.switch(name, entry.active)
+    return left
 
 
 def reconcile(servers: promote.Servers, name: str, *, ready_seconds: float) -> None:
@@ -78,12 +90,18 @@ def restore(
 
 
 def begin(servers: promote.Servers, name: str) -> state.Release | None:
-    """The same, but waits for no server; requests are held until it listens."""
-    tidy(servers, name)
+    """The same, but waits for no server; requests are held until it listens.
+
+    Nothing is started beside a server that was left, which may have the memory for it.
+    """
+    left = tidy(servers, name, passing=True)
     release = _wanted(servers, name)
-    if release is not None:
-        promote.begin_again(servers, release)
-        _let_reach(servers, release)
+    if release is None:
+        return None
+    if left and release.id not in _up(servers, state.read(servers.places), name):
+        return None
+    promote.begin_again(servers, release)
+    _let_reach(servers, release, passing=True)
     return release
 
 
@@ -95,10 +113,10 @@ def _wanted(servers: promote.Servers, name: str) -> state.Release | None:
     return known.release(entry.active)
 
 
-def _let_reach(servers: promote.Servers, release: state.Release) -> None:
+def _let_reach(servers: promote.Servers, release: state.Release, *, passing: bool = False) -> None:
     if current_release(servers.places, release.name) != release.id:
         servers.switch(release.name, release.id)
-        _end_strays(servers, release.name)
+        _end_strays(servers, release.name, passing=passing)
     promote.point_default(servers)
 
 
@@ -150,11 +168,17 @@ def _up(servers: promote.Servers, known: state.State, name: str) -> set[str]:
     }
 
 
-def _end_strays(servers: promote.Servers, name: str) -> None:
+def _end_strays(servers: promote.Servers, name: str, *, passing: bool) -> list[str]:
+    """End the servers that nothing refers to; returns those that were left, see `tidy`."""
     known = state.read(servers.places)
     entry = known.names[name]
     kept = {entry.active, entry.warm, current_release(servers.places, name)}
+    left = []
     for release in _up(servers, known, name) - kept:
+        if not servers.drain(release, _PASSING_SECONDS if passing else _DRAIN_SECONDS) and passing:
+            log.warning("%s, which nothing refers to, still answers: left until it has", release)
+            left.append(release)
+            continue
         log.warning("ending %s, which nothing refers to", release)
-        servers.drain(release, 30.0)
         servers.stop(release)
+    return left

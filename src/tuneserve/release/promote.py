@@ -84,8 +84,8 @@ class Servers:
         (folder / "id").write_text("none", encoding="ascii")
         self.switch(name, HOLD)
 
-    def drain(self, release: str, limit_seconds: float) -> None:
-        """Wait until a server that gets no new requests has answered all it had.
+    def drain(self, release: str, limit_seconds: float) -> bool:
+        """Wait until a server that gets no new requests has answered all it had; whether it has.
 
         Its own count of running requests decides, twice in a row: a request may be between the
         gateway and the server when the symlink is renamed. SIGTERM comes only afterwards,
@@ -97,18 +97,19 @@ class Servers:
         said, quiet = time.monotonic(), 0
         time.sleep(_SETTLE_SECONDS)
         while quiet < 2 and time.monotonic() < deadline:
-            answer = healthy(socket_path, release, timeout_seconds=5.0)
+            answer = healthy(socket_path, release, timeout_seconds=min(5.0, limit_seconds))
             load = load_of(answer) if answer else None
             if answer is None and listens(socket_path):
                 time.sleep(_SETTLE_SECONDS)  # alive but too busy to answer: not a sign of rest
                 continue
             if load is None:
-                return
+                return True
             quiet = quiet + 1 if load[0] == 0 else 0
             if load[0] and time.monotonic() - said > 5:
                 said = time.monotonic()
                 log.info("draining %s: %d answers still running", release, load[0])
             time.sleep(0.3)
+        return quiet >= 2
 
     def stop(self, release: str) -> None:
         """End a release's server and everything it started."""

@@ -23,7 +23,7 @@ _PATIENCE_SECONDS = 3.0
 
 def put_in_order(servers: promote.Servers) -> dict[str, str]:
     """Finish or undo switches whose process is gone, and the gateway's changes; returns who is at
-    the others, by name.
+    the others, by name. Where the processes cannot be seen from here, nothing is touched.
 
     What was stopped half-way is started, and may take a few seconds until it answers; after that it
     shows as being started.
@@ -31,6 +31,11 @@ def put_in_order(servers: promote.Servers) -> dict[str, str]:
     busy: dict[str, str] = {}
     begun: list[state.Release] = []
     if not servers.keeper.running():
+        return busy
+    try:
+        entrance.check_seen(servers.keeper)
+    except TuneserveError as error:
+        log.warning("%s", error)
         return busy
     try:
         entrance.mend(servers.places, servers.keeper, passing=True)

@@ -9,6 +9,10 @@ from tuneserve.progress import human_bytes
 from tuneserve.runs import in_one_line
 
 _SHOWN = 3
+_UNSEEN = (
+    "(the gateway's state cannot be seen from here, outside the PID and network namespaces of the "
+    "servers)"
+)
 
 
 def status_text(status: Mapping[str, Any]) -> str:
@@ -20,7 +24,8 @@ def status_text(status: Mapping[str, Any]) -> str:
     if not status["names"]:
         nothing = "nothing was released yet; `tuneserve run RUN.yaml` does"
         return "\n".join([nothing, *_ends(ends), *_under_way(under_way)])
-    lines = [f"endpoint: {status['endpoint'] or '(the gateway is down)'}"]
+    missing = _UNSEEN if status.get("gateway") == "unseen" else "(the gateway is down)"
+    lines = [f"endpoint: {status['endpoint'] or missing}"]
     if status.get("tls_root"):
         lines.append(f"  clients must trust {status['tls_root']}")
     for name, entry in status["names"].items():
