@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from train_rows import IGNORED, pico_dataset
 from tuneserve.config import LoraSection, TrainSection
 from tuneserve.cpu import has_bf16
-from tuneserve.errors import AdapterError, ModelError, TrainingDiverged
+from tuneserve.errors import AdapterError, ModelError, RunFileError, TrainingDiverged
 from tuneserve.lm import hardware
 from tuneserve.lm.fused_head import add_fused_head
 from tuneserve.lm.load import load_base, quantized_modules
@@ -203,6 +203,18 @@ def test_an_adapter_that_was_not_trained_is_no_success(
     save_file(spoil(load_file(path)), path)
     with pytest.raises(error, match=says):
         prove_trained(model, path)
+
+
+@pytest.mark.parametrize(
+    ("whole", "says"),
+    [("layers", "PEFT refuses this adapter on a llama .*ModuleList"), ("", "is called ''")],
+)
+def test_what_peft_takes_no_adapter_on_is_the_run_files_error(
+    pico_model: Path, whole: str, says: str
+) -> None:
+    with pytest.raises(RunFileError, match=says) as caught:
+        wrapped(pico_model, modules_to_save=[whole])
+    assert "q_proj" in str(caught.value)
 
 
 def test_gradients_reach_every_target(

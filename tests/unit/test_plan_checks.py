@@ -153,6 +153,15 @@ def test_lengths_within_the_context() -> None:
     assert "900 tokens" in short
 
 
+def test_the_best_adapter_needs_held_out_rows() -> None:
+    """Without them there is nothing to choose by, and the last one would be kept in silence."""
+    best = {"keep": "best", "eval_steps": 5}
+    [problem] = found(run(train=best, data={"eval_fraction": 0}))
+    assert problem.startswith("train.keep: best chooses by held-out rows")
+    assert found(run(train=best)) == []
+    assert found(run(train=best, data={"eval_fraction": 0, "eval": ["e.jsonl"]})) == []
+
+
 def test_unknown_architecture() -> None:
     """D07: said before training, unless 16 bits are allowed as well."""
     novel = arch(model_type="novel")

@@ -169,6 +169,11 @@ def _adapter_problems(run: RunFile, arch: Arch) -> list[str]:
 
 def _length_problems(run: RunFile, arch: Arch, data: DataShape | None) -> list[str]:
     found = []
+    if run.train.keep == "best" and not (run.data.eval or run.data.eval_fraction):
+        found.append(
+            "train.keep: best chooses by held-out rows, and data.eval_fraction is 0 without "
+            "data.eval; name some there, or set train.keep: last"
+        )
     if run.data.max_length > arch.context:
         found.append(
             f"data.max_length: {run.data.max_length} is over the model's context of {arch.context}"

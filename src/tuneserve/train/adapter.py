@@ -29,7 +29,7 @@ def add_adapter(model: Any, lora: LoraSection, dtype: torch.dtype) -> Any:
 
     Raises:
         RunFileError: A name of `target_modules` or `modules_to_save` matches nothing, the head is
-            targeted, or a quantized layer is to be trained whole.
+            targeted, a quantized layer is to be trained whole, or PEFT takes no adapter there.
     """
     import peft
 
@@ -45,7 +45,15 @@ def add_adapter(model: Any, lora: LoraSection, dtype: torch.dtype) -> Any:
         bias="none",
         task_type="CAUSAL_LM",
     )
-    wrapped = peft.get_peft_model(model, config)
+    try:
+        wrapped = peft.get_peft_model(model, config)
+    except (TypeError, ValueError) as error:
+        linear = {n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+        raise RunFileError(
+            f"train.lora: PEFT refuses this adapter on a {model.config.model_type} ({error})",
+            expected="layers that PEFT can put an adapter on, and single modules to train whole",
+            hint=f"list others in train.lora.target_modules, of {', '.join(_leaves(linear))}",
+        ) from error
     unify_dtype(wrapped, dtype)
     return wrapped
 
@@ -140,7 +148,7 @@ def check_names(model: Any, lora: LoraSection) -> None:
 
 
 def _matches(name: str, among: Iterable[str]) -> bool:
-    return any(full == name or full.endswith(f".{name}") for full in among)
+    return bool(name) and any(full == name or full.endswith(f".{name}") for full in among)
 
 
 def _with_parents(full: str) -> list[str]:
