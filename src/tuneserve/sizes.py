@@ -25,6 +25,8 @@ _SIZE_UNITS = {
     "T": 2**40,
 }
 
+_LARGEST_CARD = 2**42
+
 
 def parse_size(value: Any) -> Any:
     """Read a byte count such as ``24GiB``, ``24G``, ``700 MiB`` or ``1000000``; other types pass
@@ -44,7 +46,8 @@ def parse_size(value: Any) -> Any:
 
 
 def parse_card(text: str) -> int:
-    """Read the memory of a card in bytes, as `parse_size`; less than 1 GiB is no card's.
+    """Read the memory of a card in bytes, as `parse_size`; less than 1 GiB or more than 4 TiB is no
+    card's.
 
     Raises:
         ValueError: It is none; the message says how to write it.
@@ -53,9 +56,11 @@ def parse_card(text: str) -> int:
     if size < 2**30:
         bare = text.strip()
         meant = "24GiB"
-        if bare.isdigit() and len(bare) < 7:
+        if bare.isdigit() and int(bare) and len(bare) < 7:
             meant = bare + ("GiB" if len(bare) < 4 else "MiB")  # the latter as nvidia-smi counts
         raise ValueError(f"{text!r} is {size:,} bytes, and a card has 1 GiB or more; write {meant}")
+    if size > _LARGEST_CARD:
+        raise ValueError(f"{text!r} is {size:,} bytes, and no card has so many; write 24GiB")
     return size
 
 

@@ -91,6 +91,10 @@ def test_sizes(text: Any, count: int) -> None:
         ("24564", "write 24564MiB"),  # as nvidia-smi counts
         ("900MiB", "'900MiB' is 943,718,400 bytes, and a card has 1 GiB or more; write 24GiB"),
         ("24 gibi", "is not a size; write it like 24GiB"),
+        ("", "is not a size; write it like 24GiB"),  # a shell's variable that is not set
+        ("0", "write 24GiB"),
+        ("000", "write 24GiB"),
+        ("24000TiB", "no card has so many; write 24GiB"),
     ],
 )
 def test_a_card_of_less_than_a_gib_is_none(text: str, said: str) -> None:
@@ -98,7 +102,7 @@ def test_a_card_of_less_than_a_gib_is_none(text: str, said: str) -> None:
         parse_card(text)
 
 
-@pytest.mark.parametrize(("text", "size"), [("24G", 24 * 2**30), ("1GiB", 2**30)])
+@pytest.mark.parametrize(("text", "size"), [("24G", 24 * 2**30), ("1GiB", 2**30), ("4TiB", 2**42)])
 def test_a_cards_size(text: str, size: int) -> None:
     assert parse_card(text) == size
 

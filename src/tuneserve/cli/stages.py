@@ -99,7 +99,7 @@ def plan(
         return
     path = named_or_usual(run_file, "plan")
     try:
-        gpu_bytes = parse_card(gpu_memory) if gpu_memory else None
+        gpu_bytes = None if gpu_memory is None else parse_card(gpu_memory)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--gpu-memory") from error
     found = plan_run(load(path), gpu_memory_bytes=gpu_bytes)

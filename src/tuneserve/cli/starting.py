@@ -38,7 +38,7 @@ def init(
     from tuneserve.sizes import parse_card
 
     try:
-        gpu_bytes = parse_card(gpu_memory) if gpu_memory else None
+        gpu_bytes = None if gpu_memory is None else parse_card(gpu_memory)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--gpu-memory") from error
     log_to_stderr()

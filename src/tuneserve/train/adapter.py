@@ -48,7 +48,12 @@ def add_adapter(model: Any, lora: LoraSection, dtype: torch.dtype) -> Any:
     try:
         wrapped = peft.get_peft_model(model, config)
     except (TypeError, ValueError) as error:
-        linear = {n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+        head = model.get_output_embeddings()
+        linear = {
+            name
+            for name, module in model.named_modules()
+            if isinstance(module, torch.nn.Linear) and module is not head
+        }
         raise RunFileError(
             f"train.lora: PEFT refuses this adapter on a {model.config.model_type} ({error})",
             expected="layers that PEFT can put an adapter on, and single modules to train whole",
