@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tuneserve.plan.arch import Arch, Linear, arch_from_config
 from tuneserve.plan.checks import (
     QUANTIZABLE,
     exportable,
+    known_to_fail,
     problems,
     target_linears,
     warnings,
@@ -249,6 +251,61 @@ def test_families_and_methods() -> None:
     assert any("by awq: " in text and "the others are tried" in text for text in said)
     seeing = arch(model_type="gemma3_text", architectures=["Gemma3ForConditionalGeneration"])
     assert "Gemma3ForConditionalGeneration cannot be exported" in found(run(), seeing)[0]
+
+
+@pytest.fixture
+def other_python(tmp_path: Path) -> str:
+    """An interpreter with a GPTQModel and a vLLM of its own, which know novel and little else."""
+    for file, text in (
+        ("gptqmodel/models/auto.py", "MODEL_MAP = {'novel': 1}\n"),
+        ("vllm/model_executor/models/registry.py", "_TEXT_GENERATION_MODELS = {'Novel': 1}\n"),
+    ):
+        path = tmp_path / "site" / file
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+        (tmp_path / "site" / file.split("/")[0] / "__init__.py").write_text("raise SystemExit(1)")
+    program = tmp_path / "python"
+    program.write_text(
+        f"#!/bin/sh\necho asked >> {tmp_path}/asked\n"
+        f'PYTHONPATH={tmp_path}/site exec {sys.executable} "$@"\n'
+    )
+    program.chmod(0o755)
+    return str(program)
+
+
+def test_the_interpreters_that_export_and_serve_are_asked_what_they_know(
+    other_python: str, tmp_path: Path
+) -> None:
+    novel = arch(model_type="novel", architectures=["Novel"])
+    elsewhere = {"quantize": {"python": other_python}, "serve": {"python": other_python}}
+    [problem] = found(run(), novel)  # by what is installed here
+    assert "not one that GPTQModel quantizes" in problem and "not one that vLLM serves" in problem
+    for _ in range(3):
+        assert found(run(engines=elsewhere), novel) == []
+    assert (tmp_path / "asked").read_text().count("asked") == 2, "once for each package"
+    said = warnings(run(engines=elsewhere), novel, DATA, gpu=True)
+    assert not any(text.startswith("engines.") for text in said)
+    llama = arch(model_type="llama", architectures=["LlamaForCausalLM"])
+    [problem] = found(run(engines=elsewhere), llama)
+    assert f"'llama' is not one that GPTQModel of {other_python} quantizes" in problem
+    assert f"LlamaForCausalLM is not one that vLLM of {other_python} serves" in problem
+    assert known_to_fail(novel, "gptq") == ""  # the export asks
+
+
+@pytest.mark.parametrize("how", ["missing", "fails", "has neither"])
+def test_an_interpreter_that_does_not_tell_fails_no_plan(how: str, tmp_path: Path) -> None:
+    program = tmp_path / "python"
+    if how != "missing":
+        code = "exit 3" if how == "fails" else f'exec {sys.executable} -S "$@"'
+        program.write_text(f"#!/bin/sh\n{code}\n")
+        program.chmod(0o755)
+    engines = {"quantize": {"python": str(program)}, "serve": {"python": str(program)}}
+    novel = arch(model_type="novel", architectures=["Novel"])
+    assert found(run(engines=engines), novel) == []
+    said = warnings(run(engines=engines), novel, DATA, gpu=True)
+    assert f"engines.quantize.python: {program} does not say which families it quantizes" in str(
+        said
+    )
 
 
 def test_tool_calls_need_a_parser() -> None:

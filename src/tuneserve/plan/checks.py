@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import replace
 
-from tuneserve.config import RunFile
+from tuneserve.config import EnginesSection, RunFile
 from tuneserve.devices import FLOAT32_FAMILIES
 from tuneserve.parallel import ServedShape, tensor_parallel_problems
 from tuneserve.plan.arch import EMBEDDINGS, HEADS, Arch, Linear
 from tuneserve.plan.rows import DataShape
 from tuneserve.quantize.calibration import enough
 from tuneserve.quantize.checks import KERNEL_FEATURES
-from tuneserve.quantize.support import architecture_problems
+from tuneserve.quantize.support import architecture_problems, gptqmodel_types
 from tuneserve.train.recipe import uneven
 
 # Model types of which `test_quantize_families` exports a small model by both methods, and of which
@@ -27,11 +27,12 @@ _BOTH_METHODS = frozenset(
 GPTQ_ONLY = frozenset("apertus bloom cohere2 gemma3_text gemma4_text".split())
 QUANTIZABLE = _BOTH_METHODS | GPTQ_ONLY
 # Those that were tried with it and failed, and those that the export's own checks refuse.
+_TRIED = "GPTQModel 7.6.0"
 _NESTED_REASON = "its language model is nested beside another part, whose tensors are named anew"
 _FAILS = {
-    **dict.fromkeys(("phi3", "glm", "glm4"), "GPTQModel splits its fused layers"),
-    **dict.fromkeys(("mixtral", "olmoe"), "GPTQModel does not name its experts as they are stored"),
-    **dict.fromkeys(("gpt_neox", "minicpm3"), "GPTQModel does not finish it"),
+    **dict.fromkeys(("phi3", "glm", "glm4"), f"{_TRIED} splits its fused layers"),
+    **dict.fromkeys(("mixtral", "olmoe"), f"{_TRIED} names its experts not as they are stored"),
+    **dict.fromkeys(("gpt_neox", "minicpm3"), f"{_TRIED} does not finish it"),
     **dict.fromkeys(("gemma3", "gemma3n", "gemma4", "mistral3"), _NESTED_REASON),
     "gpt2": "its layers are stored transposed",
 }
@@ -73,26 +74,35 @@ def problems(
     ]
 
 
-def known_to_fail(arch: Arch, method: str) -> str:
-    """Why `method` cannot export a base of this family; empty where nothing is known against it."""
+def known_to_fail(arch: Arch, method: str, engines: EnginesSection | None = None) -> str:
+    """Why `method` cannot export a base of this family; empty where nothing is known against it.
+
+    Args:
+        arch: The base.
+        method: gptq, awq or none.
+        engines: The interpreters that would export and serve, which are asked what they know; None:
+            they are not, and the export asks them.
+    """
     reason = ""
     if method == "none":
         return reason
     if "ConditionalGeneration" in arch.architecture:
         return f"{arch.architecture} cannot be exported: {_NESTED_REASON}"
     if method == "awq" and arch.model_type in GPTQ_ONLY:
-        reason = "GPTQModel's AWQ fails on its rotary embedding, norm or attention"
+        reason = f"AWQ of {_TRIED} fails on its rotary embedding, norm or attention"
     reason = reason or _FAILS.get(arch.model_type, "")
-    if not reason:
+    if not reason and engines is not None:
         names = [arch.architecture] if arch.architecture else []
         config = {"model_type": arch.model_type, "architectures": names}
-        reason = "; ".join(architecture_problems(config))
+        reason = "; ".join(
+            architecture_problems(config, engines.quantize.python, engines.serve.python)
+        )
     return f"{arch.model_type} cannot be exported by {method}: {reason}" if reason else ""
 
 
 def exportable(arch: Arch) -> bool:
     """Whether a base of this family and of these sizes is known to be served in 4 bits."""
-    known = arch.model_type in QUANTIZABLE and not known_to_fail(arch, "gptq")
+    known = arch.model_type in QUANTIZABLE and not known_to_fail(arch, "gptq", EnginesSection())
     return known and not _odd_sizes(arch)
 
 
@@ -194,7 +204,8 @@ def _quantize_problems(run: RunFile, arch: Arch, data: DataShape | None) -> list
     found = []
     if "none" not in run.quantize.methods:  # with it, the ladder ends in 16 bits
         found = [f"{finding}or add none to quantize.methods" for finding in findings]
-    if any(not known_to_fail(arch, method) for method in _four_bit(run)) and not _odd_sizes(arch):
+    possible = [m for m in _four_bit(run) if not known_to_fail(arch, m, run.engines)]
+    if possible and not _odd_sizes(arch):
         found = _group_problems(run.quantize.group_size, arch) + found
     return found
 
@@ -208,9 +219,10 @@ def _without_export(run: RunFile, arch: Arch, data: DataShape | None) -> list[st
     methods = _four_bit(run)
     if not methods:
         return []
-    reasons = [known_to_fail(arch, method) for method in methods]
+    reasons = [known_to_fail(arch, method, run.engines) for method in methods]
     if all(reasons):
-        other = "gptq" if not known_to_fail(arch, "gptq") else "another model.base"
+        gptq = not known_to_fail(arch, "gptq", run.engines)
+        other = "gptq" if gptq else "another model.base"
         return [f"quantize.methods: {'; '.join(reasons)}; take {other}, "]
     found = []
     if odd := _odd_sizes(arch):
@@ -350,7 +362,12 @@ def warnings(run: RunFile, arch: Arch, data: DataShape | None, *, gpu: bool) -> 
     findings = _without_export(run, arch, data)
     if "none" in run.quantize.methods:
         found += [f"{finding}or it will be served in 16 bits" for finding in findings]
-    reasons = [reason for method in methods if (reason := known_to_fail(arch, method))]
+    reasons = [reason for method in methods if (reason := known_to_fail(arch, method, run.engines))]
+    if methods and (python := run.engines.quantize.python) and not gptqmodel_types(python):
+        found.append(
+            f"engines.quantize.python: {python} does not say which families it quantizes; the "
+            "export will"
+        )
     if len(reasons) < len(methods):
         found += [f"{reason}; it is passed over, the others are tried" for reason in reasons]
         if arch.model_type not in QUANTIZABLE:

@@ -161,7 +161,12 @@ def head_problems(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> list
 
 
 def preflight(
-    model: Path, method: str, group_size: int, *, tensor_parallel_size: int = 1
+    model: Path,
+    method: str,
+    group_size: int,
+    *,
+    tensor_parallel_size: int = 1,
+    server: str | None = None,
 ) -> Checkpoint:
     """Refuse a model whose 4-bit export could not be made or not be served; nothing is loaded.
 
@@ -170,6 +175,7 @@ def preflight(
         method: gptq or awq.
         group_size: Weights per scale.
         tensor_parallel_size: GPUs that will serve it together.
+        server: The interpreter that has vLLM; None: this one.
 
     Returns:
         The checkpoint's headers.
@@ -182,7 +188,7 @@ def preflight(
     checkpoint = Checkpoint.open(model)
     config = read_config(model)
     shapes = quantized_shapes(checkpoint.tensors)
-    problems = architecture_problems(config)
+    problems = architecture_problems(config, server=server)
     if "quantization_config" in config:
         problems.append("config.json has a quantization_config: the model is quantized already")
     if not shapes:

@@ -140,11 +140,16 @@ def export(
     batch_size: int | None = None,
     offload: bool = False,
     tensor_parallel_size: int = 1,
+    server: str | None = None,
 ) -> QuantizeResult:
     """Fill the empty folder `out`; see `quantize_model`. On an error `out` is not to be used."""
     clock = Clock()
     checkpoint = preflight(
-        model, method, section.group_size, tensor_parallel_size=tensor_parallel_size
+        model,
+        method,
+        section.group_size,
+        tensor_parallel_size=tensor_parallel_size,
+        server=server,
     )
     shapes = quantized_shapes(checkpoint.tensors)
     calibration = choose(

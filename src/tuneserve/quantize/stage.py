@@ -21,5 +21,6 @@ def run(context: StageContext) -> dict[str, Any]:
         batch_size=context.hints.get("calibration_batch"),
         offload=bool(context.hints.get("offload")),
         tensor_parallel_size=context.run.serve.tensor_parallel,
+        server=context.run.engines.serve.python,
     )
     return result.to_json()
