@@ -235,6 +235,10 @@ def _needed(config: Mapping[str, Any], model_type: str) -> tuple[int, int, int, 
             wrong.append(f"{given[0]} (a whole number from 1 to {most})")
         elif not given:
             missing.append(name)
+    for key in (*_KV_HEADS, *_INNER, "head_dim"):  # which may be left out, but say something else
+        value = config.get(key)
+        if value is not None and not isinstance(value, list) and not _size(config, key):
+            wrong.append(f"{key}: {value!r:.40} (a whole number from 1)")
     if wrong:
         raise ModelError(
             f"config.json of a {model_type} model: {'; '.join(wrong)}",
