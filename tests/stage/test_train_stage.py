@@ -288,21 +288,23 @@ def test_adapters_on_a_tied_head_are_refused(
         run(context)
 
 
-def test_the_first_bad_number_stops_the_run(
-    tmp_path: Path, dataset: Artifact, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """B04: a NaN in one weight; nothing is saved, the step and its rows are named."""
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_the_first_bad_number_stops_the_run(tmp_path: Path, dataset: Artifact, method: str) -> None:
+    """B04: a NaN in one weight; nothing is saved; step, rows and the weight are named."""
     from safetensors.torch import load_file, save_file
 
     base = make_pico(tmp_path / "base")
     tensors = load_file(base / "model.safetensors")
     tensors["model.layers.1.mlp.down_proj.weight"][0, 0] = float("nan")
     save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
-    train = {**TRAIN, "method": "lora"}
+    train = {**TRAIN, "method": method}
     context = make_context(tmp_path, base, {"dataset": dataset}, train)
     with pytest.raises(TrainingDiverged) as caught:
         run(context)
     assert caught.value.exit_status == 2
+    assert caught.value.details["tensors"] == ["model.layers.1.mlp.down_proj.weight"]
+    assert "1 tensors of the base are not finite, first model.layers.1.mlp." in str(caught.value)
+    assert "learning_rate or" not in caught.value.hint
     assert caught.value.details["step"] == 1
     assert caught.value.details["learning_rate"] > 0
     rows = caught.value.details["rows"]

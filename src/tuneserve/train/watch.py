@@ -106,7 +106,7 @@ class Watch(TrainerCallback):
             self._skip(step, scale, rate)
             point |= {"grad_norm": None, "skipped": True, "loss_scale": scale}
         elif not (math.isfinite(loss) and math.isfinite(norm)):
-            raise self._diverged(step, loss, norm, rate)
+            raise self._diverged(step, loss, norm, rate, kwargs.get("model"))
         else:
             self.skips.trained()
         self._write(point)
@@ -179,9 +179,11 @@ class Watch(TrainerCallback):
         with self.curve.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(point) + "\n")
 
-    def _diverged(self, step: int, loss: float, norm: float, rate: float) -> TrainingDiverged:
+    def _diverged(
+        self, step: int, loss: float, norm: float, rate: float, model: Any
+    ) -> TrainingDiverged:
         what = f"loss {loss}" if not math.isfinite(loss) else f"gradient norm {norm} (loss {loss})"
-        return diverged(
+        found = diverged(
             step,
             f"{what} at learning rate {rate:.3g}; rows",
             [self.rows.sources[row] for row in self.rows_of(step)],
@@ -189,6 +191,28 @@ class Watch(TrainerCallback):
             half=self.loss_scale() is not None,
             learning_rate=rate,
         )
+        bad = [] if model is None else not_finite(model)
+        if bad:
+            found.message += f"; {len(bad)} tensors of the base are not finite, first {bad[0]}"
+            found.hint = "download or copy the base again, or choose another; nothing was saved"
+            found.details["tensors"] = bad[:20]
+        return found
+
+
+def not_finite(model: Any) -> list[str]:
+    """Names, as the base has them, of frozen tensors that are not finite; of quantized ones, those
+    whose scales are not.
+    """
+    bad = []
+    for name, parameter in model.named_parameters():
+        state = getattr(parameter, "quant_state", None)
+        stored = [parameter] if state is None else [state.absmax]
+        if state is not None and state.nested:  # absmax is itself quantized, around an offset
+            stored = [state.offset, state.state2.absmax]
+        numbers = [torch.as_tensor(s) for s in stored if s.dtype.is_floating_point]
+        if not parameter.requires_grad and not all(bool(n.isfinite().all()) for n in numbers):
+            bad.append(name.removeprefix("base_model.model.").replace(".base_layer.", "."))
+    return bad
 
 
 def diverged(
