@@ -104,7 +104,8 @@ def _merges() -> Iterator[Row]:
 
 def _exports(plan: Plan, run: RunFile) -> Iterator[Row]:
     """Records of `bench/bench_quantize.py`."""
-    for name in ("quantize_h200_gptq.json", "quantize_h200_awq.json"):
+    for method in ("gptq", "gptq_28", "awq"):
+        name = f"quantize_h200_{method}.json"
         record = _read(name)
         if record is not None and "ours" in record["peaks"]:
             layers = record["layers"]

@@ -174,7 +174,7 @@ def _quantize() -> str:
             "GPTQ, 28 layers, the run above", whole["laps_seconds"], whole["peak_gpu_bytes"]
         )
     )
-    for name in ("gptq_bare", "gptq", "awq"):
+    for name in ("gptq_28", "gptq", "awq"):
         found = _result(f"quantize_h200_{name}.json")
         for side, who in (("ours", "tuneserve"), ("bare", "bare GPTQModel")):
             if side not in found["peaks"]:
