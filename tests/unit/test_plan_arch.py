@@ -255,11 +255,12 @@ def test_experts_are_no_linear_layers() -> None:
         "lm_head.weight": (32000, 4096),
         "model.layers.0.self_attn.q_proj.weight": (4096, 4096),
         "model.layers.0.block_sparse_moe.gate.weight": (8, 4096),
+        "model.layers.1.block_sparse_moe.router.layer.weight": (8, 4096),  # as Granite's
         "model.layers.0.block_sparse_moe.experts.0.w1.weight": (14336, 4096),
     }
     found = with_headers(arch, tensors(stored))
     assert found.linear_names() == ["q_proj"]
-    assert found.other_weights == 8 * 4096 + 14336 * 4096
+    assert found.other_weights == 2 * 8 * 4096 + 14336 * 4096
 
 
 def test_keys_and_values_of_few_heads_and_of_a_narrow_state() -> None:
@@ -268,6 +269,11 @@ def test_keys_and_values_of_few_heads_and_of_a_narrow_state() -> None:
     falcon = arch_from_config(shapes["Falcon-7B"])
     assert falcon.kv_bytes_per_token() == 32 * 2 * 64 * 2
     assert arch_from_config(shapes["DeepSeek-V2-Lite"]).kv_bytes_per_token() == 27 * 576 * 2
+
+
+def test_a_key_that_the_family_does_not_know_counts_for_nothing() -> None:
+    gpt2 = {name: data for name, data, _ in OTHERS}["GPT-2"]
+    assert arch_from_config({**gpt2, "num_key_value_heads": 4}).weights == 124439808
 
 
 def test_the_language_part_is_found_under_its_names() -> None:

@@ -16,7 +16,15 @@ from typing import Any
 from tuneserve.checkpoint.headers import TensorInfo
 from tuneserve.checkpoint.ties import is_tied
 from tuneserve.errors import ModelError
-from tuneserve.plan.families import FAMILIES, Family, Latent, experts_of, family_of
+from tuneserve.plan.families import (
+    ALL_HEADS,
+    CACHES_LATENT,
+    FAMILIES,
+    Family,
+    Latent,
+    experts_of,
+    family_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -46,8 +54,6 @@ _PARTS = ("text_config", "llm_config", "language_config")
 # More than any model has: such a number is a slip, and would be planned with in silence.
 _MOST = {"num_hidden_layers": 10_000, "hidden_size": 2**20, "num_attention_heads": 2**16}
 _MOST_OF_ANYTHING = 2**28
-# Families whose narrow state vLLM keeps as it is (0.32, `is_deepseek_mla`).
-_CACHES_LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "longcat_flash")
 _DEFAULT_CONTEXT = 2048
 
 
@@ -187,7 +193,7 @@ def arch_from_config(config: Mapping[str, Any]) -> Arch:
         qk_norm=bool(family.qk_norm),
         extra_norms=max(family.norms - 2, 0),
         experts=experts.count if experts.blocks else 0,
-        latent=latent.cached if latent and model_type in _CACHES_LATENT else 0,
+        latent=latent.cached if latent and model_type in CACHES_LATENT else 0,
         gate=_gate(text),
         source="config" if model_type in FAMILIES else "guess",
     )
@@ -288,6 +294,8 @@ def _kv_heads(model_type: str, config: Mapping[str, Any], heads: int) -> int:
     several = config.get("new_decoder_architecture") if model_type == "falcon" else False
     if model_type in ("falcon", "gpt_bigcode") and not several and config.get("multi_query", True):
         return 1
+    if model_type in ALL_HEADS:
+        return heads
     grouped = config.get("attn_config")
     inside = _size(grouped, "kv_n_heads") if isinstance(grouped, Mapping) else 0
     return _size(config, *_KV_HEADS) or inside or heads
@@ -363,7 +371,7 @@ def with_headers(arch: Arch, tensors: Mapping[str, TensorInfo]) -> Arch:
             len(info.shape) == 2
             and name.endswith(".weight")
             and re.search(r"\.\d+\.", name)
-            and ".experts." not in name
+            and not re.search(r"\.(experts|router)\.", name)
             and leaf not in no_linears
         ):
             out_features, in_features = info.shape[::-1] if transposed else info.shape

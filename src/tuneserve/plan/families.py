@@ -153,6 +153,11 @@ FAMILIES: Mapping[str, Family] = {
 }
 """Those of which the layers are known; any other is taken for a Llama."""
 
+# Families whose heads have keys and values of their own each, whatever a config says.
+ALL_HEADS = frozenset("gpt2 gpt_neo gpt_neox gptj codegen bloom opt biogpt persimmon".split())
+# Families whose narrow state vLLM keeps as it is (0.32, `is_deepseek_mla`).
+CACHES_LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "longcat_flash")
+
 
 def family_of(model_type: str) -> Family:
     """A family by `model_type`; a Llama where it is not known."""
