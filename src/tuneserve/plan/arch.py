@@ -42,13 +42,7 @@ _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "attention_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 _INNER = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
-_CONTEXT = (
-    "max_position_embeddings",
-    "n_positions",
-    "max_seq_len",
-    "seq_length",
-    "max_sequence_length",
-)
+_CONTEXT = "max_position_embeddings n_positions max_seq_len seq_length max_sequence_length".split()
 # Where the language model of one with several parts is described.
 _PARTS = ("text_config", "llm_config", "language_config")
 # More than any model has: such a number is a slip, and would be planned with in silence.
