@@ -13,7 +13,15 @@ quiet_libraries()
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
-def make(dtype: torch.dtype, targets: Any, *, nf4: bool, family: str = "qwen2", **lora: Any) -> Any:
+def make(
+    dtype: torch.dtype,
+    targets: Any,
+    *,
+    nf4: bool,
+    family: str = "qwen2",
+    config: Any = None,
+    **lora: Any,
+) -> Any:
     """Two layers with an adapter whose B is not zero, the same numbers every time."""
     import bitsandbytes
     import peft
@@ -22,8 +30,9 @@ def make(dtype: torch.dtype, targets: Any, *, nf4: bool, family: str = "qwen2", 
     torch.manual_seed(0)
     sizes = dict(hidden_size=128, intermediate_size=320, num_hidden_layers=2, vocab_size=300)
     heads = dict(num_attention_heads=4, num_key_value_heads=2, pad_token_id=0)
-    config = AutoConfig.for_model(family, **sizes, **heads)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    settings = {**sizes, **heads, **(config or {})}
+    made = AutoConfig.for_model(family, **settings)
+    model = AutoModelForCausalLM.from_config(made, dtype=torch.float32)
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):  # zero, as they are made
             torch.nn.init.normal_(parameter, std=0.1)

@@ -21,6 +21,7 @@ import torch
 from small_lora import ATTENTION, IDS, make, step, worst
 from tuneserve.lm import elementwise, fused
 from tuneserve.plan import fusedstep
+from tuneserve.train.recompute import _GIVE_ONE_STATE, draws, recompute_blocks
 
 TARGETS = ["all-linear", ATTENTION, ["up_proj", "down_proj"], ["gate_proj"]]
 
@@ -33,24 +34,58 @@ def several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "_PART_MULTIPLE", 128)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "llama", "mistral", "qwen3", "smollm3", "gemma2"])
+@pytest.mark.parametrize("family", [*sorted(_GIVE_ONE_STATE), "mixtral", "opt"])
 def test_blocks_of_one_node_have_the_gradients_of_torchs_checkpoints(family: str) -> None:
-    """Bit for bit: the same is computed. Gemma's blocks norm their MLP's output, and stay."""
+    """Bit for bit: the same is computed. Families that are not known keep torch's."""
     from tuneserve.lm.fuse import fuse
-    from tuneserve.train.recompute import recompute_blocks
 
-    found = []
+    known, found = family in _GIVE_ONE_STATE, []
     for whole in (False, True):
-        model = make(torch.float32, "all-linear", nf4=family == "qwen2", family=family)
+        model = make(torch.float32, "all-linear", nf4=False, family=family)
         recompute_blocks(model, offload=False, whole=whole)
         fuse(model)
         found.append(step(model, recompute=True))
-        layers = model.get_base_model().model.layers
-        functions = [layer._gradient_checkpointing_func for layer in layers]
+        blocks = [m for m in model.modules() if hasattr(m, "_gradient_checkpointing_func")]
+        functions = [
+            block._gradient_checkpointing_func for block in blocks if hasattr(block, "self_attn")
+        ]
         ours = [getattr(function, "__name__", "") == "as_node" for function in functions]
-        assert ours == [whole and family != "gemma2"] * 2
+        assert ours == [whole and known] * 2
     assert found[0][0] == found[1][0]
     assert all(torch.equal(found[0][1][name], found[1][1][name]) for name in found[0][1])
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "lora"),
+    [
+        ("phi", {"resid_pdrop": 0.5}, {}),
+        ("phi3", {"resid_pdrop": 0.5}, {}),
+        ("starcoder2", {"residual_dropout": 0.5}, {}),
+        ("opt", {"dropout": 0.5}, {}),
+        ("qwen2", {"attention_dropout": 0.5}, {}),
+        ("qwen2", {}, {"lora_dropout": 0.5}),
+    ],
+)
+def test_what_was_dropped_is_dropped_again(
+    family: str, config: dict[str, float], lora: dict[str, float]
+) -> None:
+    """A checkpointed block draws the numbers of its first pass, wherever its dropout stands."""
+    found = []
+    for kept in (True, False):
+        model = make(torch.float32, "all-linear", nf4=False, family=family, config=config, **lora)
+        assert draws(model)
+        if not kept:
+            settings = {"use_reentrant": False, "preserve_rng_state": draws(model)}
+            model.gradient_checkpointing_enable(settings)
+            model.enable_input_require_grads()
+        torch.manual_seed(3)
+        found.append(step(model))
+    assert found[0][0] == found[1][0] and worst(found[0][1], found[1][1]) < 1e-6
+
+
+def test_a_model_without_dropout_draws_nothing() -> None:
+    for family in ("qwen2", "llama", "gemma2", "phi3", "mixtral"):
+        assert not draws(make(torch.float32, "all-linear", nf4=False, family=family))
 
 
 @pytest.mark.parametrize("recompute", [False, True])

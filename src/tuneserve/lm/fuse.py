@@ -70,9 +70,10 @@ def fuse(model: Any) -> Fused:
     """
     found = Fused()
     inside: set[torch.nn.Module] = set()
+    kind = str(getattr(model.config.get_text_config(), "model_type", ""))
     for block in list(model.modules()):
         mlp = getattr(block, "mlp", None)
-        if isinstance(mlp, torch.nn.Module) and _fuse_mlp(block, mlp, model.config, found):
+        if isinstance(mlp, torch.nn.Module) and _fuse_mlp(block, mlp, kind, found):
             inside |= {mlp.gate_proj, mlp.up_proj, mlp.down_proj}
     handed = Handed()
     for attention in list(model.modules()):
@@ -86,12 +87,6 @@ def fuse(model: Any) -> Fused:
     shorten_walks(model)
     log.info("%s", found)
     return found
-
-
-def adds_mlp_last(block: Any, config: Any) -> bool:
-    """Whether a block takes a hidden state and gives its sum with attention and MLP, no more."""
-    kind = getattr(config.get_text_config(), "model_type", "")
-    return kind in _PLAIN_RESIDUAL and {n for n, _ in block.named_children()} == _OUTPUT_UNUSED
 
 
 def _is_lora(module: torch.nn.Module) -> bool:
@@ -190,7 +185,7 @@ def _fuse_together(attention: Any, handed: Handed, found: Fused) -> set[torch.nn
     return set(modules)
 
 
-def _fuse_mlp(block: Any, mlp: Any, config: Any, found: Fused) -> bool:
+def _fuse_mlp(block: Any, mlp: Any, kind: str, found: Fused) -> bool:
     names = ("gate_proj", "up_proj", "down_proj")
     projections: list[Any] = [getattr(mlp, name, None) for name in names]
     if any(not isinstance(p, torch.nn.Module) for p in projections):
@@ -206,7 +201,7 @@ def _fuse_mlp(block: Any, mlp: Any, config: Any, found: Fused) -> bool:
     if layers[0].weight.quantized != layers[1].weight.quantized:
         found.leave("MLPs: one projection quantized, one not")
         return False
-    lean = adds_mlp_last(block, config)
+    lean = kind in _PLAIN_RESIDUAL and {n for n, _ in block.named_children()} == _OUTPUT_UNUSED
     plain = mlp.forward
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:

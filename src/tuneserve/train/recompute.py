@@ -8,13 +8,38 @@ only while its gradients are computed.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from tuneserve.lm.fuse import adds_mlp_last
 from tuneserve.train.offload import OFFLOAD_PLACES, BlockInputs
+
+# Families whose blocks take a hidden state and give one, and leave nothing else behind. Where a
+# block also gives its router's scores to a loss, or its keys to a later block, the first pass of a
+# node would give them without what their gradients need. A test holds each of these to torch's own.
+_GIVE_ONE_STATE = frozenset(
+    {
+        "cohere",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "glm4",
+        "granite",
+        "llama",
+        "ministral3",
+        "mistral",
+        "olmo",
+        "olmo2",
+        "phi3",
+        "qwen2",
+        "qwen3",
+        "smollm3",
+        "starcoder2",
+    }
+)
+_RANDOM = re.compile("drop|jitter")
 
 
 class _Recomputed(torch.autograd.Function):
@@ -72,6 +97,26 @@ def _taken(gradient: torch.Tensor) -> torch.Tensor:
     return taken
 
 
+def draws(model: Any) -> bool:
+    """Whether a pass draws random numbers: then it is repeated only with the generator's state.
+
+    Dropout is a module, or where the family's code calls the function itself, a number in the
+    configuration under one of many names (`resid_pdrop`, `attention_dropout`, `layerdrop`); so is
+    the noise of a router of experts (`router_jitter_noise`).
+    """
+    modules = any(
+        isinstance(m, torch.nn.modules.dropout._DropoutNd) and m.p > 0 for m in model.modules()
+    )
+    settings = model.config.get_text_config().to_dict()
+    return modules or any(
+        _RANDOM.search(name) and _positive(value) for name, value in settings.items()
+    )
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
 def recompute_blocks(model: Any, *, offload: bool, whole: bool) -> None:
     """From when checkpointing is switched on, do it as this module says, wherever it can be done.
 
@@ -88,6 +133,7 @@ def recompute_blocks(model: Any, *, offload: bool, whole: bool) -> None:
     store = None
     if offload and device.type == "cuda" and len(blocks) > OFFLOAD_PLACES:
         store = BlockInputs(device, len(blocks), OFFLOAD_PLACES)
+    whole = whole and getattr(model.config.get_text_config(), "model_type", "") in _GIVE_ONE_STATE
     enable = model.gradient_checkpointing_enable
 
     def enable_ours(*args: Any, **kwargs: Any) -> None:
@@ -96,7 +142,7 @@ def recompute_blocks(model: Any, *, offload: bool, whole: bool) -> None:
             function = block._gradient_checkpointing_func
             if store is not None:
                 function = store.around(function, number)
-            if whole and adds_mlp_last(block, model.config):
+            if whole:
                 function = _as_one_node(function, number, store)
             block._gradient_checkpointing_func = function
 

@@ -31,7 +31,7 @@ from tuneserve.train.adapter import (
 )
 from tuneserve.train.flat import can_be_flat, flat_optimizer
 from tuneserve.train.recipe import OFFLOAD, Recipe, rate_factor
-from tuneserve.train.recompute import recompute_blocks
+from tuneserve.train.recompute import draws, recompute_blocks
 from tuneserve.train.trackers import guard_trackers
 from tuneserve.train.watching import LEAST_LOSS_SCALE
 
@@ -94,7 +94,7 @@ class RowTrainer(SFTTrainer):
         options["ddp_find_unused_parameters"] = may_be_unused(model)
         if checkpointing:
             # Without dropout nothing random happens in a block, and no state is kept for it.
-            random = train.lora.dropout > 0 or bool(getattr(config, "attention_dropout", 0))
+            random = draws(model)
             # Several processes exchange gradients as they come, and count what brings them.
             whole = not random and collective.ranks() == 1
             recompute_blocks(model, offload=checkpointing == OFFLOAD, whole=whole)
