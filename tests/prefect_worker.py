@@ -103,12 +103,10 @@ def start_run(**parameters: Any) -> str:
         return str(made.id)
 
 
-def deploy(env: dict[str, str]) -> None:
-    """The pool and the deployments of this machine, as README says."""
+def deploy(env: dict[str, str], name: str = "local") -> None:
+    """The pool and a deployment of this machine, as README says."""
     prefect(env, "work-pool", "create", "--type", "process", "--overwrite", "local")
-    prefect(
-        env, "--no-prompt", "deploy", "--prefect-file", "deploy/prefect.yaml", "--name", "local"
-    )
+    prefect(env, "--no-prompt", "deploy", "--prefect-file", "deploy/prefect.yaml", "--name", name)
 
 
 @contextlib.contextmanager

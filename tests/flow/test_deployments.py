@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,12 @@ import pytest
 import yaml
 from prefect.cli.deploy._models import DeploymentConfig, PrefectYamlModel
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import (
+    DeploymentFilter,
+    DeploymentFilterId,
+    FlowRunFilter,
+    FlowRunFilterExpectedStartTime,
+)
 from prefect.deployments.steps.core import StepExecutionError, run_steps
 from prefect.flows import load_flow_from_entrypoint
 
@@ -60,6 +67,30 @@ def test_the_nightly_schedule_has_a_time_zone() -> None:
     (schedule,) = DEPLOYMENTS["nightly"]["schedules"]
     made = construct_schedule(cron=schedule["cron"], timezone=schedule["timezone"])
     assert str(ZoneInfo(made.timezone)) == "Europe/Berlin"
+
+
+def test_the_nightly_schedule_makes_runs(prefect_server: str, tmp_path: Path) -> None:
+    """Prefect's scheduler writes them in bulk, which not every SQLAlchemy does that it takes: with
+    2.1 it failed every minute, and no night had its run."""
+    env = environment(prefect_server, tmp_path)
+    deploy(env, "nightly")
+    with get_client(sync_client=True) as client:
+        made = client.read_deployment_by_name("finetune-to-serve/nightly")
+        span = {"start_time": "2027-01-15T12:00:00Z", "min_runs": 2, "max_runs": 2}
+        asked = client._client.post(f"/deployments/{made.id}/schedule", json=span)
+        assert asked.status_code == 200
+        runs = client.read_flow_runs(
+            deployment_filter=DeploymentFilter(id=DeploymentFilterId(any_=[made.id])),
+            flow_run_filter=FlowRunFilter(
+                expected_start_time=FlowRunFilterExpectedStartTime(
+                    after_=datetime(2027, 1, 15, 12, tzinfo=UTC),
+                    before_=datetime(2027, 1, 18, tzinfo=UTC),
+                )
+            ),
+        )
+    times = sorted(str(run.expected_start_time)[:16] for run in runs)
+    assert times == ["2027-01-16 01:00", "2027-01-17 01:00"]  # UTC; in Berlin it is two o'clock
+    assert all(run.state is not None and run.state.is_scheduled() for run in runs)
 
 
 def test_a_wrong_run_file_is_refused_when_it_is_deployed(tmp_path: Path, at_root: None) -> None:
