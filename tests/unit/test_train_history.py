@@ -117,3 +117,14 @@ def test_half_a_line_is_passed_over(work: Path) -> None:
     write_json_atomic(work / "rung.json", {"micro_batch": 4, "phase": "train"})  # as it once was
     assert json.loads(whole)["attempt"] == "a" and len(history.to_json(work)) == 1
     assert kill(work, "c") == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{}", "null", "[]", "7", "\x00\x00", '{"micro_batch": 0, "phase": "train"}']
+    + ['{"micro_batch": 4, "phase": "train", "from_step": "x"}']
+    + ['{"micro_batch": "x", "phase": "train"}', '{"micro_batch": 4, "phase": 5}'],
+)
+def test_a_note_that_is_none_concludes_nothing(tmp_path: Path, text: str) -> None:
+    (tmp_path / "rung.json").write_text(text)
+    assert history.under_way(tmp_path) is None

@@ -76,10 +76,13 @@ def begin(work: Path, rung: str, phase: str, **facts: Any) -> None:
 def under_way(work: Path) -> dict[str, Any] | None:
     """What `begin` noted last; None where there is nothing to conclude from."""
     try:
-        found: dict[str, Any] = json.loads((work / _UNDER_WAY).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = json.loads((work / _UNDER_WAY).read_text(encoding="utf-8"))
+        numbers = int(found["micro_batch"]) > 0 <= int(found.get("from_step", 0))
+        if not numbers or not isinstance(found["phase"], str):
+            return None
+    except (OSError, ValueError, KeyError, TypeError):  # a file that the disk left half written
         return None
-    return found
+    return dict(found)
 
 
 def forget(work: Path) -> None:
