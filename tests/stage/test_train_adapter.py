@@ -217,6 +217,32 @@ def test_what_peft_takes_no_adapter_on_is_the_run_files_error(
     assert "q_proj" in str(caught.value) and "lm_head" not in str(caught.value)
 
 
+def test_an_evaluation_leaves_4_bit_weights_as_they_are(
+    pico_model: Path, held_out: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU with AVX512-BF16 bitsandbytes would pack them for a kernel without a way back."""
+    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)
+    model = load_base(pico_model, device=CPU, dtype=torch.float32, nf4=True)
+    lora = LoraSection(r=4, target_modules=["q_proj"])  # v_proj and all others stay plain
+    wrapped = add_adapter(model, lora, torch.float32)
+    layer = wrapped.get_submodule("base_model.model.model.layers.1.self_attn.v_proj")
+    packed = layer.weight.detach().clone()
+    batch = {k: v for k, v in pad_rows(held_out, [0, 1], 8).items() if k != "attention_mask"}
+
+    def gradient() -> torch.Tensor:
+        wrapped.zero_grad()
+        wrapped.train()
+        wrapped(**batch).loss.backward()
+        first = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.default.weight"
+        return wrapped.get_parameter(first).grad.clone()
+
+    before = gradient()
+    with torch.no_grad():
+        wrapped.eval()(**batch)
+    assert torch.equal(layer.weight, packed) and layer.weight.quant_state.nested
+    assert before.count_nonzero() and torch.equal(gradient(), before)
+
+
 def test_gradients_reach_every_target(
     pico_model: Path, held_out: Rows, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -330,6 +356,21 @@ def test_the_best_adapter_comes_back_bit_for_bit(tmp_path: Path, pico_model: Pat
     assert best.found() is not None and best.found()[1:] == (3, 1.4)  # type: ignore[index]
     (tmp_path / "best" / "step-3.safetensors").write_bytes(b"")
     assert best.restore(model, 9.0) is None
+
+
+def test_a_tracker_that_is_not_installed_is_the_run_files_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """tensorboardX does as well as TensorBoard."""
+    from tuneserve.train import trackers
+
+    monkeypatch.setattr(
+        trackers, "find_spec", lambda name: name in ("tensorboardX", "mlflow") or None
+    )
+    trackers.need_trackers(["tensorboard", "mlflow"])
+    with pytest.raises(RunFileError, match="train.report_to: wandb cannot be imported") as caught:
+        trackers.need_trackers(["mlflow", "wandb"])
+    assert "pip install wandb" in str(caught.value.hint)
 
 
 def test_a_tracker_that_fails_is_left_out(caplog: pytest.LogCaptureFixture) -> None:

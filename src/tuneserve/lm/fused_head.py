@@ -27,6 +27,9 @@ def add_fused_head(model: Any, *, float32: bool = False) -> None:
     from trl.trainer.utils import add_fused_lm_head
 
     score_supervised_only()
+    config = model.config.get_text_config()
+    if hasattr(config, "num_local_experts") and not hasattr(config, "num_experts"):
+        config.num_experts = config.num_local_experts  # the name that TRL asks for
     add_fused_lm_head(model, cast_lm_head_to_fp32=float32, outputs=())
 
 

@@ -95,12 +95,26 @@ def load_base(
             ) from error
         raise
     except (OSError, ValueError, KeyError) as error:
+        if "attention implementation" in str(error):
+            raise RunFileError(
+                f"train.attention: {attention} is not what this family has ({error})",
+                expected="an attention kernel that transformers has for the model",
+                hint="set train.attention: eager",
+            ) from error
         raise ModelError(
             f"{folder}: the base model cannot be loaded ({error})",
             expected="a causal language model that the installed transformers knows",
             hint="`tuneserve doctor` shows the versions",
         ) from error
     model.requires_grad_(False)
+    _keep_unpacked(model)
+    if nf4 and not quantized_modules(model):
+        raise ModelError(
+            f"{folder}: bitsandbytes finds no linear layer to quantize in a "
+            f"{model.config.model_type}",
+            expected="layers of torch's own class for linear layers",
+            hint="set train.method: lora",
+        )
     if dtype == torch.float16:
         _check_range(model, folder)
     log.info(
@@ -112,6 +126,18 @@ def load_base(
         "torch's fastest kernel here (sdpa)" if attention == "sdpa" else attention,
     )
     return model.eval()
+
+
+def _keep_unpacked(model: Any) -> None:
+    """Keep 4-bit weights in the order that training reads.
+
+    On a CPU with AVX512-BF16 bitsandbytes packs them anew, in place and for good, when a module is
+    evaluated: scales are rounded to bfloat16, sizes must be multiples of 64 and 32, and no gradient
+    comes back through that kernel, so that a training evaluated between its steps stops to learn.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
 
 
 def quantized_modules(model: Any) -> list[str]:

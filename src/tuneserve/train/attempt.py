@@ -38,7 +38,7 @@ from tuneserve.train.best import Best
 from tuneserve.train.curves import read_curve, rewind_curve
 from tuneserve.train.memory import MemoryTimeline
 from tuneserve.train.recipe import Recipe, dropout_seed, training_order
-from tuneserve.train.trackers import place_trackers
+from tuneserve.train.trackers import need_trackers, place_trackers
 from tuneserve.train.trainer import PAD_MULTIPLE, RowTrainer
 from tuneserve.train.watch import Watch, diverged
 from tuneserve.train.watching import StallGuard
@@ -159,6 +159,7 @@ class Attempt:
     def _trainer(
         self, model: Any, order: Sequence[int], watch: Watch, dtype: torch.dtype
     ) -> RowTrainer:
+        need_trackers(self.context.run.train.report_to)
         place_trackers(self.context.run.name)
         tokenizer = AutoTokenizer.from_pretrained(self.context.inputs["dataset"].path / "tokenizer")
         return RowTrainer(

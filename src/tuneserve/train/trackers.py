@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
+from tuneserve.errors import RunFileError
 from tuneserve.places import run_root
 
 log = logging.getLogger(__name__)
@@ -17,6 +20,22 @@ _INTEGRATIONS = "transformers.integrations"
 def place_trackers(name: str) -> None:
     """Let TensorBoard write where a person finds it after the run, not beside the checkpoints."""
     os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(run_root() / "trackers" / name))
+
+
+def need_trackers(names: Sequence[str]) -> None:
+    """Refuse trackers that are not installed here; the plan cannot always ask this interpreter.
+
+    Raises:
+        RunFileError: Some are not.
+    """
+    other = {"tensorboard": "tensorboardX"}  # which does as well
+    wanted = [name for name in names if not any(map(find_spec, {name, other.get(name, name)}))]
+    if wanted:
+        raise RunFileError(
+            f"train.report_to: {', '.join(wanted)} cannot be imported by {sys.executable}",
+            expected="trackers that are installed beside the trainer",
+            hint=f"{sys.executable} -m pip install {' '.join(wanted)}, or leave them out",
+        )
 
 
 class Guarded:
