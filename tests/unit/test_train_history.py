@@ -109,6 +109,25 @@ def test_what_cannot_be_kept_is_no_reason_for_another_attempt(work: Path) -> Non
     assert list(work.iterdir()) == [work / "attempts.jsonl"]
 
 
+def test_kills_by_hand_are_no_want_of_memory(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After some of them, the first for want of memory still has the rungs below."""
+    counts = []
+    for attempt, for_memory in [("a", False), ("b", False), ("c", False), ("d", True)]:
+        begin(work, attempt, "4", monkeypatch)
+        counts.append(history.note_kill(work, attempt, signal.SIGKILL, for_memory=for_memory))
+    begin(work, "e", "2", monkeypatch)
+    assert [*counts, kill(work, "e"), kill(work, "f")] == [0, 1, 2, 1, 0, 1]
+
+
+def test_bytes_that_are_no_text_lose_their_line_alone(work: Path) -> None:
+    """Else no attempt would count any more, and the next ones would have no end."""
+    assert kill(work, "a") == 1
+    with (work / "attempts.jsonl").open("ab") as stream:
+        stream.write(b'\xff\xfe\x00\n{"attempt": "b", "rung": "')  # and half a line
+    assert (kill(work, "c"), kill(work, "d")) == (2, 3)
+    assert len(history.to_json(work)) == 3
+
+
 def test_half_a_line_is_passed_over(work: Path) -> None:
     kill(work, "a")
     path = work / "attempts.jsonl"

@@ -130,8 +130,8 @@ def note_kill(work: Path, attempt: str, number: int, *, for_memory: bool) -> int
         for_memory: Whether the kernel counted a kill for want of memory meanwhile.
 
     Returns:
-        How many attempts in a row were killed without coming further; `MOST_FRUITLESS` where that
-        cannot be kept.
+        How many attempts in a row were killed without coming further, for want of memory if this
+        one was, else by whomever; `MOST_FRUITLESS` where that cannot be kept.
     """
     try:
         work.mkdir(parents=True, exist_ok=True)
@@ -144,7 +144,7 @@ def note_kill(work: Path, attempt: str, number: int, *, for_memory: bool) -> int
         since = int(state.get("from_step", step)) if began else step
         killed = number == signal.SIGKILL
         _add(work, asdict(Ended(attempt, rung, since, step, how, not for_memory, killed)))
-        return _fruitless(work)
+        return _fruitless(work, for_memory=for_memory)
     except OSError:
         return MOST_FRUITLESS
 
@@ -191,21 +191,25 @@ def give_up(work: Path, hints: Mapping[str, Any]) -> OutOfMemory:
     )
 
 
-def _fruitless(work: Path) -> int:
-    """Attempts in a row that were killed before a rung that was new, or a step."""
+def _fruitless(work: Path, *, for_memory: bool) -> int:
+    """Attempts in a row that were killed before a rung that was new, or a step; with `for_memory`,
+    those alone that were so for want of it: who kills by hand says nothing about memory.
+    """
     count, seen = 0, {""}
     for one in _ended(work, since_bottom=True):
         if one.to_step > one.from_step or one.rung not in seen:
             count = 0
-        elif one.killed:
+        elif one.killed and not (for_memory and one.fits):
             count += 1
         seen.add(one.rung)
     return count
 
 
 def _add(work: Path, line: Mapping[str, Any]) -> None:
-    with (work / _ENDED).open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps(line) + "\n")
+    path = work / _ENDED
+    half = path.exists() and not path.read_bytes().endswith(b"\n")  # of a disk that was full
+    with path.open("a", encoding="utf-8") as stream:
+        stream.write("\n" * half + json.dumps(line) + "\n")
 
 
 def _ended(work: Path, *, since_bottom: bool = False) -> list[Ended]:
@@ -213,8 +217,8 @@ def _ended(work: Path, *, since_bottom: bool = False) -> list[Ended]:
     found: dict[tuple[Any, ...], Ended] = {}
     bottoms = 0
     try:
-        lines = (work / _ENDED).read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError):
+        lines = (work / _ENDED).read_bytes().splitlines()
+    except OSError:
         return []
     for line in lines:
         try:
@@ -225,7 +229,7 @@ def _ended(work: Path, *, since_bottom: bool = False) -> list[Ended]:
                     found.clear()
                 continue
             one = Ended(**told)
-        except (ValueError, TypeError):  # half a line, of a disk that was full
+        except (ValueError, TypeError):  # half a line, or one that the disk lost
             continue
         found[bottoms, one.attempt, one.rung, one.from_step] = one
     return list(found.values())
