@@ -103,7 +103,7 @@ STAGES: dict[str, StageSpec] = {
             sections=(*(f"train.{name}" for name in _TRAIN_FIELDS), "model.trust_remote_code"),
             # unsloth: absent, unless engines.train.python is another trainer's.
             packages=("torch", "transformers", "peft", "trl", "bitsandbytes", "unsloth"),
-            code_version=2,  # fused arithmetic, and an optimizer that holds one tensor
+            code_version=3,  # no step has a row twice; what dropout drops, recomputed blocks drop
             uses_base=True,
             checks_first=True,
         ),

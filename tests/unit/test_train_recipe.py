@@ -10,6 +10,7 @@ import pytest
 
 from tuneserve.config import TrainSection
 from tuneserve.errors import RunFileError
+from tuneserve.stages import STAGES
 from tuneserve.train.recipe import Recipe, dropout_seed, make_recipe, rate_factor, training_order
 
 
@@ -109,6 +110,16 @@ def test_no_step_has_a_row_twice(rows: int, effective: int, epochs: int) -> None
         if rows % effective == 0:
             for epoch in range(epochs):
                 assert set(order[epoch * rows : (epoch + 1) * rows]) == set(range(rows))
+
+
+def test_an_order_belongs_to_a_version_of_the_code() -> None:
+    """Another order is another adapter, and no checkpoint of this one may go on in it: whoever
+    changes it raises the version, by which trainings have work folders of their own.
+    """
+    recipe = recipe_of(rows=5, epochs=2, effective_batch=3)
+    order = training_order([1, 2, 3, 4, 5], recipe, seed=0)
+    assert order == [2, 1, 0, 4, 3, 0, 3, 2, 1, 4, 1, 0]
+    assert STAGES["train"].code_version == 3
 
 
 def test_order_fills_the_last_step_with_rows_of_a_next_epoch() -> None:
