@@ -83,6 +83,16 @@ def test_what_was_dropped_is_dropped_again(
     assert found[0][0] == found[1][0] and worst(found[0][1], found[1][1]) < 1e-6
 
 
+def test_dropout_in_a_part_of_the_config_is_found() -> None:
+    from transformers import MptConfig
+
+    for probability in (0, 1):
+        config = MptConfig(attn_config={"attn_pdrop": probability})
+        model = torch.nn.Linear(1, 1)
+        model.config = config
+        assert draws(model) == bool(probability)
+
+
 def test_a_model_without_dropout_draws_nothing() -> None:
     for family in ("qwen2", "llama", "gemma2", "phi3", "mixtral"):
         assert not draws(make(torch.float32, "all-linear", nf4=False, family=family))

@@ -9,7 +9,7 @@ only while its gradients are computed.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -107,9 +107,15 @@ def draws(model: Any) -> bool:
     modules = any(
         isinstance(m, torch.nn.modules.dropout._DropoutNd) and m.p > 0 for m in model.modules()
     )
-    settings = model.config.get_text_config().to_dict()
-    return modules or any(
-        _RANDOM.search(name) and _positive(value) for name, value in settings.items()
+    return modules or _says_random(model.config.get_text_config().to_dict())
+
+
+def _says_random(settings: Mapping[str, Any]) -> bool:
+    return any(
+        _says_random(value)  # attention and experts may have settings of their own (MPT, DBRX)
+        if isinstance(value, Mapping)
+        else _RANDOM.search(str(name)) and _positive(value)
+        for name, value in settings.items()
     )
 
 

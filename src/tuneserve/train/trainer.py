@@ -95,8 +95,9 @@ class RowTrainer(SFTTrainer):
         if checkpointing:
             # Without dropout nothing random happens in a block, and no state is kept for it.
             random = draws(model)
-            # Several processes exchange gradients as they come, and count what brings them.
-            whole = not random and collective.ranks() == 1
+            # Several processes exchange gradients as they come, and count what brings them; so
+            # does DeepSpeed, also where there is one.
+            whole = not random and collective.ranks() == 1 and not self._zero
             recompute_blocks(model, offload=checkpointing == OFFLOAD, whole=whole)
             options["gradient_checkpointing_kwargs"] |= {
                 "preserve_rng_state": random,
