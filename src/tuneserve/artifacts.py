@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from tuneserve.errors import InputError
-from tuneserve.homes import home_id
+from tuneserve.homes import home_id, written_id
 from tuneserve.places import home
 
 log = logging.getLogger(__name__)
@@ -184,14 +184,24 @@ class Store:
         if not ids and not self.root.is_dir():
             return  # nothing is in it that a home could need
         user = f"{socket.gethostname()}\n{home()}\n"
+        former = ""
+        with contextlib.suppress(OSError):
+            former = written_id(home())
         name = home_id(home(), make=True)
         with contextlib.suppress(OSError):  # a store that is only read needs no notes
             for folder in (".used", ".users"):
                 (self.root / folder).mkdir(parents=True, exist_ok=True)
+            if former not in ("", name) and self._is_of(home()):
+                (self.root / ".users" / former).unlink(missing_ok=True)
             if name:
                 _note_user(self.root / ".users" / name, user)
             for id in ids:
                 (self.root / ".used" / id).touch()
+
+    def _is_of(self, home: Path) -> bool:
+        """Whether it lies in a home, and was copied with it: the original has its own."""
+        inside = self.root.resolve().is_relative_to(home.resolve())
+        return inside and self.root.stat().st_dev == home.stat().st_dev
 
     def last_used(self, id: str) -> float:
         """When an artifact was made or last used, in seconds since 1970."""

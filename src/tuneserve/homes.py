@@ -1,8 +1,9 @@
 """What tells one TUNESERVE_HOME from another: several hosts may have one of the same path, one may
 be moved, and a copy is another than its original.
 
-`HOME/home-id` holds the identity, and where the file was when it was written: host, folder, inode.
-A copied file has another inode than it says, or its original is still there.
+`HOME/home-id` holds the identity, `HOME/home-place` where that file was when it was last looked at:
+host, folder, inode, time of its last change. A copied file has another inode and time, or its
+original is still there. The inode alone says nothing: some file systems number anew at every mount.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-_NOTE = "home-id"
+_NOTE, _PLACE = "home-id", "home-place"
 
 
 def home_id(folder: Path, *, make: bool = False) -> str:
@@ -33,19 +34,20 @@ def home_id(folder: Path, *, make: bool = False) -> str:
             folder.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(OSError), _alone(folder):
                 _settle(folder)
-        return "" if _origin(folder) else _read(folder)[0]
+        return "" if _origin(folder) else written_id(folder)
     except OSError:
         return ""
 
 
+def written_id(folder: Path) -> str:
+    """The identity that stands there, of a copy its original's; empty where there is none."""
+    return "".join(_lines(folder / _NOTE)[:1])
+
+
 def _settle(folder: Path) -> None:
     """Make, or make anew, what is not there or not true any more."""
-    try:
-        id, *place = _read(folder)
-        inode = str((folder / _NOTE).stat().st_ino)
-    except FileNotFoundError:
-        id, place, inode = "", [], ""
-    if origin := _origin(folder) if id else "":
+    id = written_id(folder)
+    if id and (origin := _origin(folder)):
         log.warning(
             "%s is a copy of %s, or was moved from there to another disk: it has an identity of "
             "its own now, so that `tuneserve gc` keeps what either of them needs",
@@ -53,34 +55,46 @@ def _settle(folder: Path) -> None:
             origin,
         )
         id = ""
-    if id and place[1:] == [str(folder), inode]:  # hosts of one volume may be many
-        return
-    provisional = folder / f".{_NOTE}.{os.getpid()}"
-    with provisional.open("w", encoding="utf-8") as stream:
-        new = [id or uuid.uuid4().hex, socket.gethostname(), str(folder)]
-        stream.write("\n".join([*new, str(os.fstat(stream.fileno()).st_ino)]))
-    provisional.replace(folder / _NOTE)
+    if not id:
+        _write(folder / _NOTE, uuid.uuid4().hex)
+    place = [socket.gethostname(), str(folder), *_marks(folder)]
+    if _lines(folder / _PLACE)[1:] != place[1:]:  # hosts of one volume may be many
+        _write(folder / _PLACE, "\n".join(place))
 
 
 def _origin(folder: Path) -> str:
     """What the home is a copy of; empty where it is none."""
-    id, host, path, inode = _read(folder)
-    here = (folder / _NOTE).stat()
+    host, path, *marks = (_lines(folder / _PLACE) + [""] * 4)[:4]
     if not path or (host, path) == (socket.gethostname(), str(folder)):
         return ""  # perhaps restored in its place
-    if str(here.st_ino) != inode:
+    here = _marks(folder)
+    if marks[0] != here[0] and marks[1] != here[1]:
         return f"{path} on {host}"
-    with contextlib.suppress(OSError):  # a snapshot keeps its inodes
-        there = Path(path)
-        if _read(there)[0] == id and not os.path.samestat((there / _NOTE).stat(), here):
+    with contextlib.suppress(OSError):  # a snapshot keeps both
+        there = Path(path, _NOTE).stat()
+        same = os.path.samestat(there, (folder / _NOTE).stat())
+        if not same and written_id(Path(path)) == written_id(folder):
             return path
     return ""
 
 
-def _read(folder: Path) -> list[str]:
-    """Identity, host, folder and inode; the last three empty where they were not written."""
-    lines = (folder / _NOTE).read_text(encoding="utf-8").splitlines()
-    return (lines + [""] * 4)[:4]
+def _marks(folder: Path) -> list[str]:
+    """What a copy of the identity's file has not in common with it: inode, time of change in ns."""
+    found = (folder / _NOTE).stat()
+    return [str(found.st_ino), str(found.st_ctime_ns)]
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return []
+
+
+def _write(path: Path, text: str) -> None:
+    provisional = path.with_name(f".{path.name}.{os.getpid()}")
+    provisional.write_text(text, encoding="utf-8")
+    provisional.replace(path)
 
 
 @contextlib.contextmanager

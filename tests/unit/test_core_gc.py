@@ -4,86 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import socket
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tuneserve.artifacts import Store, write_json_atomic
+from gc_house import DAY, House
 from tuneserve.compare import difference, difference_text
 from tuneserve.errors import InputError
 from tuneserve.gc import remove, survey, sweep_text
-from tuneserve.homes import home_id
 from tuneserve.lineage import lineage_of, lineage_text
-from tuneserve.runs import RunRecord, Runs
+from tuneserve.runs import RunRecord
 from tuneserve.stages import STAGES
-
-DAY = 86400
-
-
-class House:
-    """A store, a TUNESERVE_HOME, and chains of artifacts in them."""
-
-    def __init__(self, folder: Path) -> None:
-        self.home, self.store = folder / "home", Store(folder / "store")
-        self.runs = Runs(self.home / "runs")
-
-    def make(
-        self, id: str, stage: str = "train", rows: dict[str, Any] | None = None, **facts: Any
-    ) -> str:
-        manifest = {
-            "key": {},
-            "inputs": {},
-            "sources": {},
-            "base": "org/name",
-            "run": "weekly",
-            "config": {"budget": {"price_per_gpu_hour": 2.0}, "train": {"seed": 0}},
-            "versions": {"torch": "2.13.0"},
-            "metrics": {},
-            "gpus": 2,
-            "started": "2026-01-01T00:00:00+00:00",
-            "finished": "2026-01-01T00:30:00+00:00",
-            "seconds": 1800.0,
-            **facts,
-        }
-        with self.store.lock(id), self.store.draft(id) as draft:
-            (draft.path / "weights").write_text(id)
-            for side, conversations in (rows or {}).items():
-                lines = [
-                    {"source": f"d.jsonl:{n}", "messages": [{"content": text}], "tools": None}
-                    for n, text in enumerate(conversations, 1)
-                ]
-                text = "".join(json.dumps(line) + "\n" for line in lines)
-                (draft.path / f"{side}_messages.jsonl").write_text(text)
-            self.store.commit(draft, stage, manifest)
-        old = time.time() - 100 * DAY
-        os.utime(self.store.root / id / "manifest.json", (old, old))
-        return id
-
-    def chain(self, tag: str, **facts: Any) -> list[str]:
-        dataset = self.make(f"dataset-{tag}", "validate", **facts)
-        adapter = self.make(f"adapter-{tag}", "train", inputs={"dataset": dataset})
-        merged = self.make(f"merged-{tag}", "merge", inputs={"adapter": adapter})
-        return [dataset, adapter, merged]
-
-    def releases(self, active: str, **artifacts: str) -> None:
-        record = {"name": "support", "key": "k", "model": "m", "proven": True, "report": {}}
-        state = {
-            "format": 1,
-            "counter": 9,
-            "default": "support",
-            "gateway": {},
-            "names": {"support": {"active": active, "promoting": None, "warm": None}},
-            "releases": {id: {"id": id, "artifact": a, **record} for id, a in artifacts.items()},
-        }
-        (self.home / "run").mkdir(parents=True, exist_ok=True)
-        write_json_atomic(self.home / "run" / "releases.json", state)
-
-    def ids(self) -> set[str]:
-        return {p.name for p in self.store.root.iterdir() if not p.name.startswith(".")}
 
 
 @pytest.fixture
@@ -201,100 +134,6 @@ def test_a_home_that_was_moved_goes_on_being_asked(
     (note,) = (p for p in house.store.root.glob(".users/*") if "moved" in p.read_text())
     note.unlink()  # a person says that it is gone
     assert set(survey(house.store, keep_days=14).artifacts) == set(chain)
-
-
-def copied(house: House, name: str, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the home as `cp -a` makes one; it is the TUNESERVE_HOME then."""
-    copy = house.home.parent / name
-    shutil.copytree(house.home, copy, symlinks=True)
-    monkeypatch.setenv("TUNESERVE_HOME", str(copy))
-    return copy
-
-
-def forget_uses(house: House) -> None:
-    for path in house.store.root.glob(".used/*"):
-        os.utime(path, (0, 0))
-
-
-def test_a_copied_home_is_another_than_its_original(
-    house: House, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    old, new = house.chain("old"), house.chain("new")
-    house.releases("r1", r1=old[-1])
-    house.store.note_use(old[-1])
-    copy = copied(house, "copy", monkeypatch)
-    assert home_id(copy) == ""
-    house.releases("r2", r2=new[-1])  # the original goes on, and the copy stays with r1
-    forget_uses(house)
-    wanted = {*old, *new}
-    assert set(survey(house.store, keep_days=14).kept) == wanted, "from the copy, before it ran"
-    house.store.note_use(old[-1])
-    house.store.note_use(old[-1])
-    assert caplog.messages == [m for m in caplog.messages if f"{copy} is a copy of" in m]
-    assert len(caplog.messages) == 1 and str(house.home) in caplog.text
-    assert home_id(copy) not in ("", home_id(house.home))
-    forget_uses(house)
-    for place in (copy, house.home, house.home.parent / "third"):
-        monkeypatch.setenv("TUNESERVE_HOME", str(place))
-        assert set(survey(house.store, keep_days=14).kept) == wanted, place
-    assert len(list(house.store.root.glob(".users/*"))) == 2
-
-
-def test_a_copy_of_a_moved_home_is_another_too(
-    house: House, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    house.chain("a")
-    house.store.note_use()
-    first = home_id(house.home)
-    moved = house.home.rename(house.home.parent / "moved")
-    house.home = moved
-    copy = copied(house, "copy", monkeypatch)
-    house.store.note_use()
-    monkeypatch.setenv("TUNESERVE_HOME", str(moved))
-    house.store.note_use()
-    assert home_id(moved) == first != home_id(copy) != ""
-    notes = {p.name: p.read_text() for p in house.store.root.glob(".users/*")}
-    assert notes == {home_id(home): f"{socket.gethostname()}\n{home}\n" for home in (moved, copy)}
-
-
-@pytest.mark.parametrize(
-    ("what", "same"),
-    [
-        ("seen through a link", True),
-        ("in another container", True),
-        ("restored in its place", True),
-        ("of an older version", True),
-        ("copied to another host", False),
-        ("a snapshot", False),
-    ],
-)
-def test_when_a_home_is_the_same(
-    house: House, what: str, same: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, place = home_id(house.home, make=True), house.home
-    note = place / "home-id"
-    if what == "seen through a link":
-        place = house.home.parent / "link"
-        place.symlink_to(house.home)
-    elif what == "in another container":
-        monkeypatch.setattr(socket, "gethostname", lambda: "8f3c2b")
-    elif what == "of an older version":
-        note.write_text(first)
-    elif what == "a snapshot":  # with its inodes, at another path
-        place = copied(house, "snapshot", monkeypatch)
-        lines = note.read_text().splitlines()
-        lines[-1] = str((place / "home-id").stat().st_ino)
-        (place / "home-id").write_text("\n".join(lines))
-    else:
-        copy = copied(house, "copy", monkeypatch)
-        shutil.rmtree(house.home)
-        copy.rename(house.home)
-        if what == "copied to another host":
-            monkeypatch.setattr(socket, "gethostname", lambda: "another")
-    assert (home_id(place) == first) == same
-    settled = home_id(place, make=True)
-    assert (settled == first) == same and settled
-    assert home_id(place) == home_id(place, make=True) == settled
 
 
 def test_unreadable_release_state_stops_the_sweep(house: House) -> None:
