@@ -25,6 +25,7 @@ _SECRET_FIELD = re.compile(
     r"|^(sig|key|auth|pwd)$",
     re.I,
 )
+_ADDRESS = re.compile(r"[A-Za-z][\w+.-]*://[^\s'\"<>|;`]+")
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
@@ -46,6 +47,18 @@ def without_secret(address: str) -> str:
                 {"found": found},
             )
     return address
+
+
+def word_without_secret(word: str) -> str:
+    """A word of a command as it is: an address, an option with one, or a shell's script.
+
+    Raises:
+        PydanticCustomError: An address in it carries a login or a signature, and no variable.
+    """
+    for address in _ADDRESS.findall(word):
+        if "$" not in address:
+            without_secret(address)
+    return word
 
 
 def folder_here(path: str) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from tuneserve.credentials import variable_name, without_secret
+from tuneserve.credentials import variable_name, word_without_secret
 from tuneserve.section import Section
 
 Event = Literal["promoted", "refused", "failed", "unchanged"]
@@ -63,7 +63,7 @@ class NotifySection(Section):
         default_factory=_default_events,
         description="Which ends are told: promoted, refused (by a gate), failed, unchanged.",
     )
-    promoted_command: list[Annotated[str, AfterValidator(without_secret)]] = Field(
+    promoted_command: list[Annotated[str, AfterValidator(word_without_secret)]] = Field(
         default_factory=list,
         description="Command run after a promotion, such as one that tells a cluster; it finds "
         "TUNESERVE_MODEL_DIR, TUNESERVE_RELEASE and TUNESERVE_SERVED_NAME in its environment, "

@@ -29,12 +29,12 @@ _LARGEST_CARD = 2**42
 
 
 def parse_size(value: Any) -> Any:
-    """Read a byte count such as ``24GiB``, ``24G``, ``700 MiB`` or ``1000000``; other types pass
+    """Read a byte count such as ``24GiB``, ``24G``, ``700 MiB`` or ``1_000_000``; other types pass
     through unchanged.
     """
     if not isinstance(value, str):
         return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+    match = re.fullmatch(r"\s*(\d+(?:_\d+)*(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
     if not match or match.group(2).upper() not in _SIZE_UNITS:
         raise ValueError(
             f"{value!r} is not a size; write it like 24GiB, 700MiB or a number of bytes"

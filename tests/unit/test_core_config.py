@@ -77,6 +77,7 @@ def test_group_sizes_that_vllm_does_not_serve_are_refused(size: Any) -> None:
         ("700m", 700 * 2**20),
         ("0.5T", 2**39),
         ("64K", 2**16),
+        ("1_000_000_000", 10**9),
         (12, 12),
     ],
 )
@@ -107,7 +108,7 @@ def test_a_cards_size(text: str, size: int) -> None:
     assert parse_card(text) == size
 
 
-@pytest.mark.parametrize("text", ["24 gibi", "-3GiB", "GiB", "nan"])
+@pytest.mark.parametrize("text", ["24 gibi", "-3GiB", "GiB", "nan", "_1", "1_", "1__0"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     assert wrong(merge__max_memory=text).details["fields"] == ["merge.max_memory"]
 
@@ -298,6 +299,27 @@ def test_an_address_with_a_secret_is_refused_without_repeating_it(address: str) 
     with pytest.raises(ValueError) as plain:  # as Prefect checks a form
         RunFile.model_validate({**GOOD, "data": {"train": [address]}})
     assert "s3cret" not in str(plain.value)
+
+
+@pytest.mark.parametrize(
+    ("word", "refused"),
+    [
+        ("--url=https://me:s3cret@example.org/", True),
+        ("curl -d x 'https://example.org/?token=s3cret'; echo", True),
+        ('wget "https://s3cret@example.org/hook"', True),
+        ("curl https://me:$PASSWORD@example.org/?token=${TOKEN}", False),
+        ("curl https://example.org/?a=b; mail me@example.org?token=1", False),
+    ],
+)
+def test_a_commands_words_may_hold_addresses(word: str, refused: bool) -> None:
+    command = ["sh", "-c", word]
+    if refused:
+        error = wrong(notify__promoted_command=command)
+        assert error.details["fields"] == ["notify.promoted_command.2"]
+        assert "credentials in the environment" in error.message and "s3cret" not in str(error)
+    else:
+        run = parse_run({**GOOD, "notify": {"promoted_command": command}})
+        assert run.notify.promoted_command == command
 
 
 @pytest.mark.parametrize(
