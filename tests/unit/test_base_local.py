@@ -200,6 +200,18 @@ def test_heads_by_other_names(tmp_path: Path, model_type: str, head: str) -> Non
     assert base.resolve_base(section(folder)) == folder
 
 
+def test_code_of_its_own_calls_its_head_as_it_likes(tmp_path: Path) -> None:
+    """ChatGLM's is `transformer.output_layer`."""
+    own = {"auto_map": {}, "architectures": ["ChatGLMModel"], "tie_word_embeddings": False}
+    folder = make_base(tmp_path / "m", config={**CONFIG, **own})
+    trusted = section(folder, trust_remote_code=True)
+    assert base.resolve_base(trusted) == folder
+    (folder / "config.json").write_text(
+        json.dumps({**CONFIG, **own, "architectures": ["NovelForCausalLM"]})
+    )
+    assert "no lm_head.weight" in reasons(folder, trust_remote_code=True)[0]
+
+
 def test_a_bare_model_has_no_head_to_train_with(tmp_path: Path) -> None:
     """`LlamaModel`: its head would begin random."""
     bare = {**CONFIG, "architectures": ["LlamaModel"], "tie_word_embeddings": False}

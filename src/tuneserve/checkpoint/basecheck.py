@@ -179,11 +179,15 @@ def _largest_id(path: Path) -> int:
 
 
 def _head_problems(tensors: set[str], config: dict[str, Any]) -> list[str]:
-    """A head neither stored nor tied would start random; one both stored and tied is ignored."""
+    """A head neither stored nor tied would start random; one both stored and tied is ignored.
+
+    A model with code of its own may call its head as it likes, unless its class says CausalLM.
+    """
     modules = {name.removesuffix(".weight").rpartition(".")[2] for name in tensors}
     stored = not modules.isdisjoint(_HEADS) or "output.weight" in tensors  # of InternLM2
     tied = is_tied(config, stored)
-    if not tied and not stored:
+    causal = "CausalLM" in str(config.get("architectures"))
+    if not tied and not stored and (causal or "auto_map" not in config):
         return ["tie_word_embeddings is false, but there is no lm_head.weight"]
     if tied and stored:
         log.warning("lm_head.weight is stored although tied to the embedding; it is not used")
