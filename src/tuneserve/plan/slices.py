@@ -88,7 +88,7 @@ def ask_cuda(device: str) -> tuple[str, str]:
     """
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _ASK_CUDA],
+            [sys.executable, "-I", "-c", _ASK_CUDA],
             capture_output=True,
             text=True,
             timeout=_CUDA_SECONDS,
