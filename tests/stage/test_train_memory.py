@@ -12,6 +12,7 @@ import torch
 from train_rows import make_context, pico_dataset
 from tuneserve.artifacts import Artifact, file_sha256
 from tuneserve.errors import OutOfMemory
+from tuneserve.train import stage
 from tuneserve.train.stage import run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -169,6 +170,24 @@ def test_killed_in_the_smoke_step_begins_one_rung_lower(
     context = make_context(tmp_path, pico_model, {"dataset": dataset}, TRAIN, {"micro_batch": 4})
     (context.work / "rung.json").write_text(json.dumps({**note, "phase": "train"}))
     assert run(context)["micro_batch"] == 4
+
+
+def test_killed_in_the_smoke_step_at_the_bottom_it_is_tried_once_more(
+    tmp_path: Path, pico_model: Path, dataset: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed by hand or with its machine, a training goes on; twice is no accident."""
+    context = make_context(tmp_path, pico_model, {"dataset": dataset}, BOTTOM)
+    top = stage.Rung(stage.recipe_of(context, 64), True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # else one rung is below
+    for attempt in "ab":
+        monkeypatch.setenv("TUNESERVE_ATTEMPT", attempt)
+        assert stage._start(context, top) == top
+        for phase in ("load", "smoke"):
+            stage._note(context, top, phase)
+    with pytest.raises(OutOfMemory) as caught:
+        stage._start(context, top)
+    assert caught.value.details["tried"] == [f"{top}: killed in its first step"] * 2
+    assert stage._start(context, top) == top  # the next call has patience anew
 
 
 def test_more_than_the_target_is_too_much_where_there_is_a_rung_below(

@@ -154,6 +154,16 @@ def is_known(work: Path, attempt: str) -> bool:
     return any(one.attempt == attempt for one in _ended(work))
 
 
+def died_again(work: Path) -> bool:
+    """Whether the last attempt was killed, most likely for want of memory, at the rung and step of
+    the one before, which was as well.
+    """
+    ended = [
+        (one.killed, one.fits, one.rung, one.to_step) for one in _ended(work, since_bottom=True)
+    ]
+    return len(ended) > 1 and ended[-1] == ended[-2] and ended[-1][:2] == (True, False)
+
+
 def to_json(work: Path) -> list[dict[str, Any]]:
     """Every attempt at this training, of earlier calls as well, as the manifest has it."""
     kept = ("rung", "from_step", "to_step", "end", "fits")

@@ -291,7 +291,8 @@ def _start(context: StageContext, top: Rung) -> Rung:
 
     That is noted where the kernel counts such kills; else it is concluded from a kill in the smoke
     step. One that followed a stop does not count: the step may be deaf to anything milder. At the
-    bottom an attempt that came further than the one before is followed by another.
+    bottom an attempt that came further than the one before is followed by another, and so is one of
+    which memory is merely concluded: it may have been killed by hand, or with its machine.
     """
     work = context.work
     state = history.under_way(work)
@@ -312,7 +313,8 @@ def _start(context: StageContext, top: Rung) -> Rung:
     how = f"killed {history.when(phase)}{', for want of memory' if known else ''}"
     history.end(work, rung, since, how, fits=False, killed=True, attempt=attempt)
     below = last.next() if phase != "load" else None  # every rung loads the same
-    if below is None and phase == "train" and history.reached(work) > since:
+    further = phase == "train" and history.reached(work) > since
+    if below is None and (further or not (known or history.died_again(work))):
         below = last
     if below is None:
         raise history.give_up(work, context.hints)
