@@ -334,6 +334,17 @@ def test_families_without_attention_by_sdpa_or_without_nf4() -> None:
     assert found(run(train={"method": "lora"}, **sixteen), falcon) == []
 
 
+def test_what_chooses_among_experts_may_be_trained_whole() -> None:
+    """It is no linear layer, so that it takes no adapter, but PEFT copies any module."""
+    mixtral = arch(model_type="mixtral", num_local_experts=4)
+    whole = run(train=lora("q_proj", modules_to_save=["gate"]), quantize={"methods": ["none"]})
+    assert found(whole, mixtral) == []
+    [problem] = found(whole)
+    assert "gate is no module of this model" in problem
+    [problem] = found(run(train=lora("gate"), quantize={"methods": ["none"]}), mixtral)
+    assert "gate matches no linear layer" in problem
+
+
 def test_names_in_a_family_that_is_not_known_are_left_to_the_training() -> None:
     """Its layers are a guess, and a right name would be refused."""
     sixteen = run(train=lora("in_proj", modules_to_save=["mixer"]), quantize={"methods": ["none"]})

@@ -160,7 +160,7 @@ def _adapter_problems(run: RunFile, arch: Arch) -> list[str]:
         for name in wanted
         if any(f".{name}".endswith(f".{whole}") for whole in lora.modules_to_save)
     ]
-    known = (*arch.linear_names(), *HEADS, *EMBEDDINGS)
+    known = (*arch.linear_names(), *HEADS, *EMBEDDINGS, *(_ROUTERS if arch.experts else ()))
     for name in lora.modules_to_save:
         leaf = name.rsplit(".", 1)[-1]
         unknown = leaf not in known and arch.source != "guess"
