@@ -134,7 +134,8 @@ def release_best(
             call = StageCall("release", run, base, offered, hints=told)
             metrics = dict(execute(call).metrics)
         except (QuantizeError, GateRefused, ServerError, OutOfMemory, StageKilled) as error:
-            log.warning("%s was refused: %s", method, error)
+            if len(run.quantize.methods) > 1:  # of one alone the run's own error says it all
+                log.warning("`%s` of quantize.methods was refused: %s", method, error)
             refusals.append(error)
             rungs.append(_rung(method, error))
             continue

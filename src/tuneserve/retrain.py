@@ -22,7 +22,7 @@ from tuneserve.named import check_named, check_tools
 from tuneserve.notify import notify, run_command
 from tuneserve.pipeline import Execute, PipelineResult, finetune_to_serve
 from tuneserve.runlock import hold
-from tuneserve.runs import RunRecord, Runs, now, summary
+from tuneserve.runs import RunRecord, Runs, in_one_line, now, reason, summary
 from tuneserve.unchanged import inputs_digest, nothing_to_do
 from tuneserve.variables import check_variables
 
@@ -167,9 +167,8 @@ def _said(error: Exception) -> str:
 
 def refused_before(last: RunRecord, note: str) -> GateRefused:
     """What a run says that would only be refused again."""
-    why = " ".join(last.error.partition("\n  expected: ")[0].split())
     return GateRefused(
-        f"{note}; it was refused because: {why}",
+        f"{note}; it was refused because: {in_one_line(reason(last))}",
         expected="other data, another setting, or another threshold than then",
         hint="change one of them, or judge the same model again with --force",
         details={"refused_by": last.id, "note": note},

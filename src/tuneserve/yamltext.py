@@ -20,7 +20,10 @@ Position = tuple[int, int]  # line and column, from 1
 # What to do about what the parser says, by a part of its words.
 _HINTS = {
     "'\\t'": "indent with spaces, not tabs",
-    "mapping values are not allowed": "put text that holds a colon and a space in quotes",
+    "expected <block end>": "indent it by as many spaces as the fields beside it",
+    "expected ',' or": "close the bracket",
+    "mapping values are not allowed": "put text that holds a colon and a space in quotes; a field "
+    "is indented by as many spaces as those beside it",
     "cannot start any token": "put text that begins with this character in quotes",
     "unknown escape": "use single quotes: in double quotes a backslash begins an escape",
     "occurs twice": "keep one of the two",
@@ -86,6 +89,9 @@ def read_yaml(text: str, source: str) -> Any:
         mark = getattr(error, "problem_mark", None)
         where = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
         problem = str(getattr(error, "problem", None) or error)
+        opened = getattr(error, "context_mark", None)
+        if problem.startswith("expected ',' or") and opened:
+            problem += f", in the bracket of line {opened.line + 1}"
         hints = (hint for part, hint in _HINTS.items() if part in problem)
         raise RunFileError(
             f"{where}: {problem}",

@@ -209,6 +209,13 @@ def test_what_an_alias_repeats_a_million_times_is_not_written_out(tmp_path: Path
         ("name: a\0\n", ":1: the character U+0000", "remove it"),
         ("name: a\n\tmodel: x\n", ":2:1: ", "spaces, not tabs"),
         ("name: a: b\n", ":1:8: ", "in quotes"),
+        ("data:\n  a: 1\n   b: 2\n", ":3:5: ", "as many spaces as those beside it"),
+        ("data:\n   a: 1\n  b: 2\n", ":3:3: ", "as many spaces as the fields beside it"),
+        (
+            "t:\n  lora: {r: 16, alpha: 32\nq:\n  a: 1\n",
+            ":3:2: expected ',' or '}', but got ':', in the bracket of line 2",
+            "close the bracket",
+        ),
         ("name: a\n---\nname: b\n", ":2:1: ", "one file holds one run"),
         ("name: " + "[" * 3000 + "]" * 3000, ": holds more levels", "count the brackets"),
         ('name: a\nx: "C:\\models"\n', ":2:8: ", "single quotes"),
