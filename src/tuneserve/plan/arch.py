@@ -24,6 +24,7 @@ from tuneserve.plan.families import (
     Latent,
     experts_of,
     family_of,
+    size_of,
 )
 
 log = logging.getLogger(__name__)
@@ -153,23 +154,25 @@ def arch_from_config(config: Mapping[str, Any]) -> Arch:
     hidden, layers, heads, vocab = _needed(text, model_type)
     latent = _latent(text)
     kv_heads = _kv_heads(model_type, text, heads)
-    head_dim = latent.plain + latent.rope if latent else _size(text, "head_dim") or hidden // heads
+    head_dim = (
+        latent.plain + latent.rope if latent else size_of(text, "head_dim") or hidden // heads
+    )
     if not latent:
         _check_heads(text, model_type, hidden, heads, kv_heads)
-    inner = _size(text, *_INNER) or _size(text, "expansion_ratio") * hidden or 4 * hidden
+    inner = size_of(text, *_INNER) or size_of(text, "expansion_ratio") * hidden or 4 * hidden
     query, key_value = heads * head_dim, kv_heads * head_dim
     experts = experts_of(model_type, text, layers, inner)
     linears = family.attention_linears(layers, hidden, query, key_value)
     if latent:
         linears = [(*shape, layers) for shape in latent.linears(hidden, heads)]
-    dense = _size(text, "intermediate_size_mlp") or inner
+    dense = size_of(text, "intermediate_size_mlp") or inner
     linears += family.mlp_linears(layers - experts.blocks, hidden, dense)
     if experts.shared:
         linears += family.mlp_linears(experts.blocks, hidden, experts.shared)
     if model_type == "qwen2_moe":
         linears.append(("shared_expert_gate", hidden, 1, experts.blocks))
     active = experts.active * experts.width + experts.shared if experts.blocks else 0
-    context = _size(text, *_CONTEXT) or _DEFAULT_CONTEXT
+    context = size_of(text, *_CONTEXT) or _DEFAULT_CONTEXT
     found = Arch(
         model_type=model_type,
         architecture=_architecture(config, text),
@@ -209,7 +212,7 @@ def _language_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
                 expected="an object with the sizes of the language model",
                 hint="copy or download the model again",
             )
-        if part and _size(part, *_HIDDEN):
+        if part and size_of(part, *_HIDDEN):
             return part
     return config
 
@@ -226,7 +229,7 @@ def _needed(config: Mapping[str, Any], model_type: str) -> tuple[int, int, int, 
         "num_attention_heads": _HEADS,
         "vocab_size": ("vocab_size",),
     }
-    sizes = {name: _size(config, *spellings) for name, spellings in names.items()}
+    sizes = {name: size_of(config, *spellings) for name, spellings in names.items()}
     missing, wrong = [], []
     for name, spellings in names.items():
         given = [f"{key}: {config[key]!r:.40}" for key in spellings if config.get(key) is not None]
@@ -237,7 +240,7 @@ def _needed(config: Mapping[str, Any], model_type: str) -> tuple[int, int, int, 
             missing.append(name)
     for key in (*_KV_HEADS, *_INNER, "head_dim"):  # which may be left out, but say something else
         value = config.get(key)
-        if value is not None and not isinstance(value, list) and not _size(config, key):
+        if value is not None and not isinstance(value, list) and not size_of(config, key):
             wrong.append(f"{key}: {value!r:.40} (a whole number from 1)")
     if wrong:
         raise ModelError(
@@ -269,7 +272,7 @@ def _check_heads(
     """
     wrong = []
     # Others round down.
-    if not _size(config, "head_dim") and (
+    if not size_of(config, "head_dim") and (
         hidden % heads if model_type == "llama" else hidden < heads
     ):
         wrong.append(f"hidden_size {hidden} is no multiple of its {heads} attention heads")
@@ -291,17 +294,17 @@ def _kv_heads(model_type: str, config: Mapping[str, Any], heads: int) -> int:
     if model_type in ALL_HEADS:
         return heads
     grouped = config.get("attn_config")
-    inside = _size(grouped, "kv_n_heads") if isinstance(grouped, Mapping) else 0
-    return _size(config, *_KV_HEADS) or inside or heads
+    inside = size_of(grouped, "kv_n_heads") if isinstance(grouped, Mapping) else 0
+    return size_of(config, *_KV_HEADS) or inside or heads
 
 
 def _latent(config: Mapping[str, Any]) -> Latent | None:
-    state = _size(config, "kv_lora_rank")
-    rope, plain = _size(config, "qk_rope_head_dim"), _size(config, "qk_nope_head_dim")
+    state = size_of(config, "kv_lora_rank")
+    rope, plain = size_of(config, "qk_rope_head_dim"), size_of(config, "qk_nope_head_dim")
     if not (state and rope and plain):
         return None
-    value = _size(config, "v_head_dim") or plain
-    return Latent(_size(config, "q_lora_rank"), state, rope, plain, value)
+    value = size_of(config, "v_head_dim") or plain
+    return Latent(size_of(config, "q_lora_rank"), state, rope, plain, value)
 
 
 def _architecture(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
@@ -333,15 +336,6 @@ def _gate(config: Mapping[str, Any]) -> str:
     """The MLP's activation; the usual decoders leave it out when it is SiLU."""
     name = config.get("hidden_act") or config.get("hidden_activation") or "silu"
     return "silu" if name == "swish" else str(name)
-
-
-def _size(config: Mapping[str, Any], *names: str) -> int:
-    """The first of several spellings that holds a positive whole number; 0 when none does."""
-    for name in names:
-        value = config.get(name)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return value
-    return 0
 
 
 def with_headers(arch: Arch, tensors: Mapping[str, TensorInfo]) -> Arch:

@@ -164,6 +164,15 @@ def family_of(model_type: str) -> Family:
     return FAMILIES.get(model_type, _LLAMA)
 
 
+def size_of(config: Mapping[str, Any], *names: str) -> int:
+    """The first of several spellings that holds a positive whole number; 0 when none does."""
+    for name in names:
+        value = config.get(name)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return 0
+
+
 @dataclass(frozen=True)
 class Latent:
     """Attention through a narrow state that queries and keys are made of (DeepSeek-V2, MLA).
@@ -238,16 +247,16 @@ def experts_of(model_type: str, config: Mapping[str, Any], layers: int, inner: i
         layers: Its blocks.
         inner: Inner width of an MLP that takes every token.
     """
-    count = _first(
+    count = size_of(
         config, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"
     )
-    width = _first(config, "moe_intermediate_size", "expert_ffn_hidden_size") or inner
-    several = _first(config, "n_shared_experts", "moe_num_shared_experts", "num_shared_experts")
-    shared = _first(config, "shared_expert_intermediate_size", "shared_intermediate_size")
+    width = size_of(config, "moe_intermediate_size", "expert_ffn_hidden_size") or inner
+    several = size_of(config, "n_shared_experts", "moe_num_shared_experts", "num_shared_experts")
+    shared = size_of(config, "shared_expert_intermediate_size", "shared_intermediate_size")
     shared = shared or several * width or (inner if model_type == "llama4_text" else 0)
     return Experts(
         count=count,
-        active=_first(config, "num_experts_per_tok", "moe_k", "num_experts_per_token") or 1,
+        active=size_of(config, "num_experts_per_tok", "moe_k", "num_experts_per_token") or 1,
         width=width,
         shared=shared,
         blocks=sum(_has_experts(config, at, layers) for at in range(layers)) if count else 0,
@@ -265,17 +274,11 @@ def _has_experts(config: Mapping[str, Any], at: int, layers: int) -> bool:
     dense = config.get("mlp_only_layers")
     if isinstance(dense, list) and at in dense:
         return False
-    first = _first(config, "first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
-    period = _first(config, "expert_layer_period")
+    first = size_of(config, "first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
+    period = size_of(config, "expert_layer_period")
     if period:
-        return at % period == _first(config, "expert_layer_offset")
-    every = _first(config, "decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval")
+        return at % period == size_of(config, "expert_layer_offset")
+    every = size_of(
+        config, "decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval"
+    )
     return at >= first and (at + 1) % (every or 1) == 0
-
-
-def _first(config: Mapping[str, Any], *names: str) -> int:
-    for name in names:
-        value = config.get(name)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return value
-    return 0
