@@ -6,11 +6,10 @@ Heavy imports happen inside commands, so that `--help` answers at once.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 
-from tuneserve.cli.app import UsageError, app, wrong_usage
+from tuneserve.cli.app import UsageError, app, close_pipe, wrong_usage
 from tuneserve.errors import TuneserveError
 
 # The order of import is the order of the verbs in --help.
@@ -40,9 +39,8 @@ def main() -> None:
             print(json.dumps({"error": error.to_json()}))
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_status)
-    except BrokenPipeError:  # `tuneserve status | head -1`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(128 + signal.SIGPIPE)
+    except BrokenPipeError:
+        close_pipe()
 
 
 if __name__ == "__main__":

@@ -24,7 +24,9 @@ log = logging.getLogger(__name__)
 class PipelineResult:
     """What a run gave: the endpoint, and the artifact of every stage.
 
-    `outcome` is ``promoted``, or ``unchanged`` where there was nothing to do; `note` says why.
+    `outcome` is ``promoted``, or ``unchanged`` where there was nothing to do; `note` says why. Then
+    `release` is what the last run led to, and `serving` what answers, which a person may have
+    chosen since.
     """
 
     endpoint: str
@@ -34,6 +36,10 @@ class PipelineResult:
     metrics: dict[str, Any] = field(default_factory=dict)
     outcome: str = "promoted"
     note: str = ""
+    serving: str = ""
+
+    def __post_init__(self) -> None:
+        self.serving = self.serving or self.release
 
     def to_json(self) -> dict[str, Any]:
         """As the `--json` output and Prefect carry it."""

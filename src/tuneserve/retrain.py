@@ -23,7 +23,7 @@ from tuneserve.notify import notify, run_command
 from tuneserve.pipeline import Execute, PipelineResult, finetune_to_serve
 from tuneserve.runlock import hold
 from tuneserve.runs import RunRecord, Runs, in_one_line, now, reason, summary
-from tuneserve.unchanged import inputs_digest, nothing_to_do
+from tuneserve.unchanged import inputs_digest, nothing_to_do, serving_now
 from tuneserve.variables import check_variables
 
 log = logging.getLogger(__name__)
@@ -116,7 +116,9 @@ def _watched(
             raise refused_before(last, note)
         log.info("%s", note)
         known = last.result or {"endpoint": "", "model": run.serve.name, "release": ""}
-        return PipelineResult(**{**known, "outcome": "unchanged", "note": note})
+        serving = serving_now(run.serve.name)[0]
+        told = {"outcome": "unchanged", "note": note, "serving": serving or ""}
+        return PipelineResult(**{**known, **told})
 
     try:
         result = finetune_to_serve(run, _accounted(run, execute, runs, record), unchanged)

@@ -135,6 +135,7 @@ def test_what_somebody_rolled_back_is_not_promoted_again(house: House) -> None:
         known.names["default"].active = first.release
     again = house.run()
     assert again.outcome == "unchanged"
+    assert (again.release, again.serving) == (second.release, first.release)
     assert f"{first.release} was put in place of {second.release}" in again.note
     assert state.read(layout()).names["default"].active == first.release
 

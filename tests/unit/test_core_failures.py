@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -218,16 +220,21 @@ def test_a_taken_port_is_5(tuneserve: Run, monkeypatch: pytest.MonkeyPatch) -> N
     assert status == 5 and "serve.port" in err
 
 
-def test_a_stopped_pipe_is_no_error(tuneserve: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object, **__: object) -> None:
-        raise BrokenPipeError
-
-    monkeypatch.setattr("tuneserve.release.control.status", broken)
-    monkeypatch.setattr(entry.os, "dup2", lambda *_: 0)
-    monkeypatch.setattr(entry.os, "open", lambda *_: 0)
-    monkeypatch.setattr(entry.sys.stdout, "fileno", lambda: 1, raising=False)
-    status, _, err = tuneserve("status")
-    assert status == 128 + 13 and "Traceback" not in err
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_closed_pipe_is_no_bug(tmp_path: Path, options: list[str]) -> None:
+    """`tuneserve runs | head -0`: the status of a program that SIGPIPE ended, and no traceback."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    done = subprocess.run(
+        [sys.executable, "-m", "tuneserve", "runs", *options],
+        env={**os.environ, "TUNESERVE_HOME": str(tmp_path)},
+        stdout=writes,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+    )
+    os.close(writes)
+    assert done.returncode == 128 + 13 and done.stderr == ""
 
 
 def test_the_tree_in_the_docstring_is_whole() -> None:

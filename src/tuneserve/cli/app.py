@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -151,7 +153,16 @@ def validated(run: RunFile) -> tuple[Path, StageResult]:
 
 def show(data: Any, text: str, as_json: bool) -> None:
     """Print the result: one JSON object, or the text."""
-    print(json.dumps(data, default=str, sort_keys=True) if as_json else text)
+    try:
+        print(json.dumps(data, default=str, sort_keys=True) if as_json else text, flush=True)
+    except BrokenPipeError:  # here, since typer would make status 1 of it, which is our bug's
+        close_pipe()
+
+
+def close_pipe() -> NoReturn:
+    """End as a program that the signal of a closed pipe ended: `tuneserve status | head -1`."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(128 + signal.SIGPIPE)
 
 
 def what_next(*commands: str) -> str:
