@@ -160,7 +160,7 @@ def show(data: Any, text: str, as_json: bool) -> None:
 
 
 def close_pipe() -> NoReturn:
-    """End as a program that the signal of a closed pipe ended: `tuneserve status | head -1`."""
+    """End as a program that the signal of a closed pipe ended, as `head` closes it."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(128 + signal.SIGPIPE)
 
