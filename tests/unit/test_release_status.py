@@ -69,6 +69,10 @@ def test_it_stands_beside_what_serves(runs: Runs) -> None:
     assert status_text(shown).splitlines()[-1] == (
         "  last run: STILL REFUSED, 2026-11-30T02:01:00Z: served loss 2.5"
     )
+    assert status_text(shown).splitlines()[1].startswith("support (default): up")
+    asked = {**shown, "asks_for_key": True, "keys": ["mobile", "web"]}
+    assert status_text(asked).splitlines()[1] == "  asks for an API key (mobile, web)"
+    assert "none is left: `tuneserve keys add`" in status_text({**asked, "keys": []})
     ended(runs, 2, "confirmed")
     shown["last_runs"] = runs.last_ends()
     assert status_text(shown).splitlines()[-1] == "  last run: confirmed, 2026-11-30T02:02:00Z"

@@ -113,6 +113,7 @@ def status() -> dict[str, Any]:
         "gateway": gateway_state,
         "default": known.default,
         "keys": names_of_keys(places),
+        "asks_for_key": listen.needs_key if listen and ours else None,
         "tls_root": str(root_certificate(places)) if listen and listen.tls == "internal" else None,
         "names": names,
         **runs,

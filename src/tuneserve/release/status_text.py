@@ -26,6 +26,9 @@ def status_text(status: Mapping[str, Any]) -> str:
         return "\n".join([nothing, *_ends(ends), *_under_way(under_way)])
     missing = _UNSEEN if status.get("gateway") == "unseen" else "(the gateway is down)"
     lines = [f"endpoint: {status['endpoint'] or missing}"]
+    if status.get("asks_for_key"):
+        kept = ", ".join(status.get("keys") or []) or "none is left: `tuneserve keys add` makes one"
+        lines.append(f"  asks for an API key ({kept})")
     if status.get("tls_root"):
         lines.append(f"  clients must trust {status['tls_root']}")
     for name, entry in status["names"].items():
