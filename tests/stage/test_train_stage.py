@@ -364,6 +364,7 @@ def test_trackers_hear_of_every_step_and_their_outage_ends_nothing(
     for name, kind in {"tensorboard": Up, "mlflow": Down}.items():
         kind.__module__ = integration_utils.__name__
         monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, name, kind)
+    monkeypatch.setattr("tuneserve.train.trackers.find_spec", lambda name: name)  # as if there
     train = {**TRAIN, "max_steps": 3, "report_to": ["tensorboard", "mlflow"]}
     context = make_context(tmp_path, pico_model, {"dataset": dataset}, train)
     with caplog.at_level(logging.INFO):
