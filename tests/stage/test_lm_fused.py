@@ -55,6 +55,26 @@ def test_blocks_of_one_node_have_the_gradients_of_torchs_checkpoints(family: str
     assert all(torch.equal(found[0][1][name], found[1][1][name]) for name in found[0][1])
 
 
+def test_blocks_are_those_of_the_decoder_alone() -> None:
+    """Text calls no block of a vision tower; counted first, they would leave the others no place
+    in host memory.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
+    text = {**sizes, "vocab_size": 300, "num_key_value_heads": 1, "head_dim": 32}
+    vision = {**sizes, "image_size": 28, "patch_size": 14}
+    config = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision)
+    model = AutoModelForCausalLM.from_config(config)
+    recompute_blocks(model, offload=False, whole=True)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    layers = [(n, m) for n, m in model.named_modules() if n.endswith(("layers.0", "layers.1"))]
+    assert len(layers) == 4
+    for name, layer in layers:
+        function = getattr(layer._gradient_checkpointing_func, "__name__", "")
+        assert (function == "as_node") == ("language_model" in name)
+
+
 @pytest.mark.parametrize(
     ("family", "config", "lora"),
     [

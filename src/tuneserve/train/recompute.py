@@ -135,7 +135,9 @@ def recompute_blocks(model: Any, *, offload: bool, whole: bool) -> None:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     device = next(model.parameters()).device
-    blocks = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    # Without those of a vision tower, which text never calls: inputs are held by their number.
+    decoder = model.get_decoder()
+    blocks = [m for m in decoder.modules() if isinstance(m, GradientCheckpointingLayer)]
     store = None
     if offload and device.type == "cuda" and len(blocks) > OFFLOAD_PLACES:
         store = BlockInputs(device, len(blocks), OFFLOAD_PLACES)
