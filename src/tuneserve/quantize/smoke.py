@@ -117,7 +117,8 @@ def smoke_test(
             hint="train and merge in bfloat16, on a GPU that has it",
             details=found,
         )
-    if loops > looped:
+    # One row more says little of a model that repeats itself already, such as an untrained one.
+    if loops > 2 * looped:
         raise QuantizeError(
             f"the {method} export repeats one token {LOOP_TOKENS} times after {loops} of "
             f"{len(rows)} beginnings of rows, the 16-bit model after {looped}",
