@@ -200,6 +200,7 @@ def make_base(
     tokenizer.save(str(folder / "tokenizer.json"))
     rows = vocab_rows or tokenizer.get_vocab_size()
     config = {"model_type": "llama", "vocab_size": rows, "max_position_embeddings": context}
+    config["tie_word_embeddings"] = True  # there is no head
     (folder / "config.json").write_text(json.dumps(config))
     tokens = {"eos_token": stop, "pad_token": stop, **({"bos_token": bos} if bos else {})}
     (folder / "tokenizer_config.json").write_text(

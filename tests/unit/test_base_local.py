@@ -145,6 +145,25 @@ def test_weights_that_are_packed_though_the_config_is_silent(tmp_path: Path) -> 
     assert base.resolve_base(section(folder)) == folder
 
 
+def test_eight_bits_of_a_matrix_are_a_quantized_weight_and_of_a_vector_are_not(
+    tmp_path: Path,
+) -> None:
+    """FP8 checkpoints; a few numbers of that type beside 16-bit weights pass through a merge."""
+    folder = make_base(tmp_path / "m")
+    for shape, wrong in (([3], False), ([3, 1], True)):
+        header = {
+            "model.embed_tokens.weight": {"dtype": "BF16", "shape": [1], "data_offsets": [0, 2]},
+            "a.weight": {"dtype": "F8_E4M3", "shape": shape, "data_offsets": [2, 5]},
+        }
+        text = json.dumps(header).encode()
+        file = folder / "model.safetensors"
+        file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(5))
+        if wrong:
+            assert "already quantized (tensor a.weight, F8_E4M3)" in reasons(folder)[0]
+        else:
+            assert base.resolve_base(section(folder)) == folder
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [

@@ -42,7 +42,8 @@ def packed_by(folder: Path, tensors: Iterable[TensorInfo]) -> str:
     """
     files = [name for name in _BESIDE if (folder / name).is_file()]
     for info in tensors:
-        if info.name.endswith(_PACKED) or info.dtype.startswith("F8"):
+        matrix = len(info.shape) > 1 and info.name.endswith(".weight")
+        if info.name.endswith(_PACKED) or (matrix and info.dtype.startswith("F8")):
             return ", ".join(files) or f"tensor {info.name}, {info.dtype}"
         if files and info.dtype in ("I32", "I8", "U8"):
             return ", ".join(files)
