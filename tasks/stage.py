@@ -16,7 +16,6 @@ from tuneserve.calls import StageCall
 from tuneserve.errors import GateRefused, TuneserveError
 from tuneserve.process import run_stage
 from tuneserve.progress import human_seconds
-from tuneserve.train.history import MOST_FRUITLESS
 
 # What passes by itself (a hub that does not answer, a killed process) passes within minutes.
 _RETRY_DELAYS_SECONDS: list[float] = [10, 60, 300]
@@ -29,7 +28,7 @@ async def can_pass_by_itself(_: Task[..., Any], task_run: TaskRun, state: State[
     error = await state.aresult(raise_on_failure=False)
     if not isinstance(error, TuneserveError) or not error.retryable:
         return False
-    return int(error.details.get("fruitless", 0)) < MOST_FRUITLESS
+    return bool(error.details.get("may_pass", True))
 
 
 def _task_run_name() -> str:

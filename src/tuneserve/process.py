@@ -183,8 +183,8 @@ def _note_kill(
         call: The stage.
         attempt: As `new_attempt` gave it.
         id: Of the artifact that was to be made.
-        error: Its details get `out_of_memory`, and of a training `fruitless`: attempts in a row
-            that were killed without coming further.
+        error: Its details get `out_of_memory`, and of a training `fruitless`, attempts in a row
+            that were killed without coming further, and whether another `may_pass`.
         counted: Whether the kernel counted a kill for want of memory meanwhile.
 
     Raises:
@@ -203,7 +203,7 @@ def _note_kill(
     assert id is not None
     work = call.store.work(id)
     count = history.note_kill(work, name_of(attempt), number, for_memory=counted)
-    error.details["fruitless"] = count
+    error.details |= {"fruitless": count, "may_pass": count < history.MOST_FRUITLESS}
     if counted and count >= history.MOST_FRUITLESS:
         raise history.give_up(work, call.hints) from error
 

@@ -354,9 +354,7 @@ def test_names_in_a_family_that_is_not_known_are_left_to_the_training() -> None:
 
 def test_a_tracker_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     there = {"mlflow", "tensorboardX"}
-    monkeypatch.setattr(
-        "tuneserve.plan.checks.importlib.util.find_spec", lambda name: name in there or None
-    )
+    monkeypatch.setattr("tuneserve.train.trackers.find_spec", lambda name: name in there or None)
     train = {"report_to": ["tensorboard", "mlflow", "wandb"]}
     [problem] = found(run(train=train))
     assert problem.startswith("train.report_to: wandb is not installed")

@@ -174,16 +174,7 @@ def _nf4_config(dtype: torch.dtype) -> Any:
 
 def _check_range(model: Any, folder: Path) -> None:
     """Refuse weights that became infinite in float16, as bfloat16's may be larger."""
-    bad = []
-    for name, parameter in model.named_parameters():
-        state = getattr(parameter, "quant_state", None)
-        stored = [parameter] if state is None else [state.absmax]
-        if state is not None and state.nested:  # absmax is itself quantized, around an offset
-            stored = [state.offset, state.state2.absmax]
-        if not all(
-            bool(torch.as_tensor(s).isfinite().all()) for s in stored if s.dtype.is_floating_point
-        ):
-            bad.append(name)
+    bad = not_finite(model)
     if bad:
         more = f" and {len(bad) - 8} more" if len(bad) > 8 else ""
         raise ModelError(
@@ -192,6 +183,22 @@ def _check_range(model: Any, folder: Path) -> None:
             hint="use a GPU that computes in bfloat16 (compute capability 8.0, Ampere or newer), "
             "or another base",
         )
+
+
+def not_finite(model: Any) -> list[str]:
+    """Names, as the base has them, of frozen tensors that are not finite; of quantized ones, those
+    whose scales are not.
+    """
+    bad = []
+    for name, parameter in model.named_parameters():
+        state = getattr(parameter, "quant_state", None)
+        stored = [parameter] if state is None else [state.absmax]
+        if state is not None and state.nested:  # absmax is itself quantized, around an offset
+            stored = [state.offset, state.state2.absmax]
+        numbers = [torch.as_tensor(s) for s in stored if s.dtype.is_floating_point]
+        if not parameter.requires_grad and not all(bool(n.isfinite().all()) for n in numbers):
+            bad.append(name.removeprefix("base_model.model.").replace(".base_layer.", "."))
+    return bad
 
 
 def _parameter_count(model: Any) -> int:

@@ -243,11 +243,7 @@ def _needed(config: Mapping[str, Any], model_type: str) -> tuple[int, int, int, 
         if value is not None and not isinstance(value, list) and not size_of(config, key):
             wrong.append(f"{key}: {value!r:.40} (a whole number from 1)")
     if wrong:
-        raise ModelError(
-            f"config.json of a {model_type} model: {'; '.join(wrong)}",
-            expected="sizes as transformers writes them",
-            hint="copy or download the model again",
-        )
+        raise _wrong_sizes(model_type, wrong)
     if missing:
         raise ModelError(
             f"config.json of a {model_type} model has no {', '.join(missing)}",
@@ -259,6 +255,14 @@ def _needed(config: Mapping[str, Any], model_type: str) -> tuple[int, int, int, 
         sizes["num_hidden_layers"],
         sizes["num_attention_heads"],
         sizes["vocab_size"],
+    )
+
+
+def _wrong_sizes(model_type: str, wrong: list[str]) -> ModelError:
+    return ModelError(
+        f"config.json of a {model_type} model: {'; '.join(wrong)}",
+        expected="sizes as transformers writes them",
+        hint="copy or download the model again",
     )
 
 
@@ -279,11 +283,7 @@ def _check_heads(
     if heads % kv_heads:
         wrong.append(f"{heads} attention heads cannot share {kv_heads} of keys and values")
     if wrong:
-        raise ModelError(
-            f"config.json of a {model_type} model: {'; '.join(wrong)}",
-            expected="sizes as transformers writes them",
-            hint="copy or download the model again",
-        )
+        raise _wrong_sizes(model_type, wrong)
 
 
 def _kv_heads(model_type: str, config: Mapping[str, Any], heads: int) -> int:

@@ -14,6 +14,7 @@ from tuneserve.quantize.calibration import enough
 from tuneserve.quantize.checks import KERNEL_FEATURES
 from tuneserve.quantize.support import architecture_problems, gptqmodel_types
 from tuneserve.train.recipe import uneven
+from tuneserve.train.trackers import missing_trackers
 
 # Model types of which `test_quantize_families` exports a small model by both methods, and of which
 # vLLM 0.32.0 knows the architecture. GPTQModel 7.6.0 lists more.
@@ -294,13 +295,12 @@ def _kernel_problems(run: RunFile, arch: Arch, *, gpu: bool) -> list[str]:
 
 
 def _tracker_problems(run: RunFile) -> list[str]:
-    elsewhere = run.engines.train.python
-    other = {"tensorboard": "tensorboardX"}  # which does as well
+    if run.engines.train.python is not None:
+        return []  # the training asks that interpreter
     return [
         f"train.report_to: {name} is not installed; leave it out, or install it beside tuneserve "
         f"(pip install {name})"
-        for name in run.train.report_to
-        if not (_installed(name, elsewhere) or _installed(other.get(name, name), elsewhere))
+        for name in missing_trackers(run.train.report_to)
     ]
 
 

@@ -69,6 +69,15 @@ _OPT = Family(
     biased="qom",
     positions=2,
 )
+_NEOX = Family(_GPT, _GPT_MLP, gated=False, norm_bias=True, biased="qom")
+_GPT2 = Family(
+    ("c_attn", "c_proj"),
+    ("c_fc", "c_proj"),
+    gated=False,
+    norm_bias=True,
+    biased="qom",
+    positions=0,
+)
 FAMILIES: Mapping[str, Family] = {
     **dict.fromkeys("llama mistral ministral3 gemma granite smollm3 cwm".split(), _LLAMA),
     **dict.fromkeys("helium ernie4_5 ernie4_5_moe glm4_moe mixtral vaultgemma".split(), _LLAMA),
@@ -103,22 +112,8 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "opt": _OPT,
     "biogpt": _OPT,
-    "gpt2": Family(
-        ("c_attn", "c_proj"),
-        ("c_fc", "c_proj"),
-        gated=False,
-        norm_bias=True,
-        biased="qom",
-        positions=0,
-    ),
-    "gpt_bigcode": Family(
-        ("c_attn", "c_proj"),
-        ("c_fc", "c_proj"),
-        gated=False,
-        norm_bias=True,
-        biased="qom",
-        positions=0,
-    ),
+    "gpt2": _GPT2,
+    "gpt_bigcode": _GPT2,
     "gpt_neo": Family(
         ("q_proj", "k_proj", "v_proj", "out_proj"),
         ("c_fc", "c_proj"),
@@ -145,9 +140,7 @@ FAMILIES: Mapping[str, Family] = {
         biased="m",
         head_bias=True,
     ),
-    "gpt_neox": Family(_GPT, _GPT_MLP, gated=False, norm_bias=True, biased="qom"),
-    "bloom": Family(_GPT, _GPT_MLP, gated=False, norm_bias=True, biased="qom"),
-    "persimmon": Family(_GPT, _GPT_MLP, gated=False, norm_bias=True, biased="qom"),
+    **dict.fromkeys("gpt_neox bloom persimmon".split(), _NEOX),
     "falcon": Family(_GPT, _GPT_MLP, gated=False, norms=1, norm_bias=True),
     "mpt": Family(("Wqkv", "out_proj"), ("up_proj", "down_proj"), gated=False),
 }

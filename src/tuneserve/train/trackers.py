@@ -1,4 +1,4 @@
-"""Experiment trackers: where they write, and that their outage does not end a run. Engine file."""
+"""Experiment trackers: where they write, and that their outage does not end a run."""
 
 from __future__ import annotations
 
@@ -22,15 +22,19 @@ def place_trackers(name: str) -> None:
     os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(run_root() / "trackers" / name))
 
 
+def missing_trackers(names: Sequence[str]) -> list[str]:
+    """Those that this interpreter cannot import."""
+    other = {"tensorboard": "tensorboardX"}  # which does as well
+    return [name for name in names if not any(map(find_spec, {name, other.get(name, name)}))]
+
+
 def need_trackers(names: Sequence[str]) -> None:
     """Refuse trackers that are not installed here; the plan cannot always ask this interpreter.
 
     Raises:
         RunFileError: Some are not.
     """
-    other = {"tensorboard": "tensorboardX"}  # which does as well
-    wanted = [name for name in names if not any(map(find_spec, {name, other.get(name, name)}))]
-    if wanted:
+    if wanted := missing_trackers(names):
         raise RunFileError(
             f"train.report_to: {', '.join(wanted)} cannot be imported by {sys.executable}",
             expected="trackers that are installed beside the trainer",

@@ -19,6 +19,7 @@ import torch
 from transformers import TrainerCallback
 
 from tuneserve.errors import TrainingDiverged
+from tuneserve.lm.load import not_finite
 from tuneserve.lm.rows import Rows
 from tuneserve.progress import Progress, human_bytes
 from tuneserve.train import collective
@@ -197,22 +198,6 @@ class Watch(TrainerCallback):
             found.hint = "download or copy the base again, or choose another; nothing was saved"
             found.details["tensors"] = bad[:20]
         return found
-
-
-def not_finite(model: Any) -> list[str]:
-    """Names, as the base has them, of frozen tensors that are not finite; of quantized ones, those
-    whose scales are not.
-    """
-    bad = []
-    for name, parameter in model.named_parameters():
-        state = getattr(parameter, "quant_state", None)
-        stored = [parameter] if state is None else [state.absmax]
-        if state is not None and state.nested:  # absmax is itself quantized, around an offset
-            stored = [state.offset, state.state2.absmax]
-        numbers = [torch.as_tensor(s) for s in stored if s.dtype.is_floating_point]
-        if not parameter.requires_grad and not all(bool(n.isfinite().all()) for n in numbers):
-            bad.append(name.removeprefix("base_model.model.").replace(".base_layer.", "."))
-    return bad
 
 
 def diverged(
