@@ -203,7 +203,10 @@ def test_tokenizer_larger_than_the_embedding(tmp_path: Path) -> None:
 def test_head_that_is_nowhere(tmp_path: Path) -> None:
     untied = {**CONFIG, "tie_word_embeddings": False}
     [reason] = reasons(make_base(tmp_path / "m", config=untied))
-    assert "no lm_head.weight" in reason
+    assert reason == "tie_word_embeddings is false, but there is no lm_head.weight"
+    silent = {name: value for name, value in CONFIG.items() if name != "tie_word_embeddings"}
+    [reason] = reasons(make_base(tmp_path / "s", config=silent))  # Llama's default
+    assert "is not set, which here means false, but there is no lm_head.weight" in reason
     names = ("lm_head.weight", "model.embed_tokens.weight")
     make_base(tmp_path / "m", config=untied, names=names)
     base.resolve_base(section(tmp_path / "m"))

@@ -188,7 +188,10 @@ def _head_problems(tensors: set[str], config: dict[str, Any]) -> list[str]:
     tied = is_tied(config, stored)
     causal = "CausalLM" in str(config.get("architectures"))
     if not tied and not stored and (causal or "auto_map" not in config):
-        return ["tie_word_embeddings is false, but there is no lm_head.weight"]
+        settings = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+        is_said = any("tie_word_embeddings" in part for part in settings)
+        said = "false" if is_said else "not set, which here means false"
+        return [f"tie_word_embeddings is {said}, but there is no lm_head.weight"]
     if tied and stored:
         log.warning("lm_head.weight is stored although tied to the embedding; it is not used")
     return []
